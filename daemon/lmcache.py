@@ -1,0 +1,89 @@
+"""Flags of `lmcache server` that kvkeep does not have, and what to use instead.
+
+Who replaces that server starts from its command line.  A flag that means the same here has the same name and is in
+`options`; every other flag is refused with one sentence rather than ignored, because an ignored flag is a surprise
+later.
+"""
+
+from __future__ import annotations
+
+_SOCKETS = "engines attach through Unix sockets in --run-dir; there is no TCP port to set"
+_NO_L2 = "this version has no L2 yet: leave it out, L1 works alone"
+_NEVER_REAPED = "leave it out: a client lives as long as its connection, an idle one is never reaped"
+_NO_TTL = "leave it out: reads and writes are held by their owner's connection, not by a time limit"
+_LAZY = "leave it out: memory is always reserved in the background, clients attach at once"
+_ONE_THREAD = "leave it out: one control thread serves all; there are no worker pools to size"
+_KEYS = "leave it out: identity is blake3 over the whole manifest, the same in every process"
+_CUDA = "leave it out: workers copy between their GPU and the arena themselves"
+_WEB = "leave it out: metrics are Prometheus text at --http-port, and cost the control process nothing"
+_LOCAL = "leave it out: one daemon serves one node, and opens no connection to others"
+_NO_SCRIPTS = "leave it out: kvkeep never runs code that a peer or a file sent"
+
+_EXACT = {
+    "host": _SOCKETS,
+    "port": _SOCKETS,
+    "transport": _SOCKETS,
+    "grpc-server-workers": _SOCKETS,
+    "instance-id": "use --name",
+    "null-block-id": "leave it out: the connector knows its engine's block ids",
+    "max-workers": _ONE_THREAD,
+    "max-gpu-workers": _ONE_THREAD,
+    "max-cpu-workers": _ONE_THREAD,
+    "hash-algorithm": _KEYS,
+    "engine-type": "leave it out: there is one kind of engine, attached by connector",
+    "supported-transfer-mode": _CUDA,
+    "isolated-ipc": "leave it out: memory is handed over by file descriptor, so containers need not share IPC",
+    "shm-name": "use --name: the segments are /kvkeep-NAME-meta and /kvkeep-NAME-data",
+    "separate-object-groups": "leave it out: the layout of groups is part of the manifest that a client registers",
+    "session-ttl-seconds": _NEVER_REAPED,
+    "kv-event-log-size": "this version has no event log yet: leave it out",
+    "enable": "leave it out: there are no experimental modules",
+    "l1-manager": "use --l1-size-gb: L1 is one arena in shared memory",
+    "l1-use-lazy": _LAZY,
+    "l1-init-size-gb": _LAZY,
+    "l1-align-bytes": "leave it out: extents are always aligned to 4096 bytes",
+    "l1-devdax-path": "leave it out: L1 is in POSIX shared memory",
+    "l1-write-ttl-seconds": _NO_TTL,
+    "l1-read-ttl-seconds": _NO_TTL,
+    "periodic-notifier-interval-ms": "leave it out: completions are signalled by eventfd, nothing polls on a timer",
+    "disable-observability": _WEB,
+    "disable-metrics": _WEB,
+    "disable-grpc-metrics": _WEB,
+    "disable-logging": "use --log-level",
+    "enable-tracing": _WEB,
+    "otlp-endpoint": _WEB,
+    "event-bus-queue-size": _WEB,
+    "prometheus-port": "use --http-port: /metrics is there",
+    "metrics-sample-rate": _WEB,
+    "enable-extra-logging": "use --log-level debug",
+    "extra-logging-interval": "use --log-level debug",
+    "trace-level": "use --log-level debug",
+    "trace-output": "use --log-level debug",
+}
+
+_PREFIXES = {
+    "no-l1-use-lazy": _LAZY,
+    "l2-": _NO_L2,
+    "worker-": _NEVER_REAPED,
+    "enable-segmented": _KEYS,
+    "enable-dedup": _KEYS,
+    "enable-blend": _KEYS,
+    "enable-gc-monitor": _WEB,
+    "gc-monitor-": _WEB,
+    "server-module": _NO_SCRIPTS,
+    "runtime-plugin-": _NO_SCRIPTS,
+    "run-script-": _NO_SCRIPTS,
+    "script-allowed-": _NO_SCRIPTS,
+    "gds-l1-": "leave it out: L1 is in shared memory of the host",
+    "lookup-hash-log-": _WEB,
+    "p2p-": _LOCAL,
+    "coordinator-": _LOCAL,
+}
+
+
+def instead(name: str) -> str | None:
+    """What to use instead of LMCache's option ``name`` (without dashes in front), or None when LMCache has no such."""
+    name = name.replace("_", "-")
+    if name in _EXACT:
+        return _EXACT[name]
+    return next((hint for prefix, hint in _PREFIXES.items() if name.startswith(prefix)), None)

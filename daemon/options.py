@@ -1,0 +1,235 @@
+"""The table of options.  Flags, environment variables, file keys, help and checks all derive from it.
+
+An option named ``l1-size-gb`` is the flag ``--l1-size-gb``, the variable ``KVKEEP_L1_SIZE_GB`` and the file key
+``l1_size_gb``.  Names, and the meaning behind a name, are those of `lmcache server` where both have it.
+
+A raw value comes from a flag or a variable as text, from a file as a TOML type.  `Option.parse` turns either into the
+option's one Python type or raises ValueError with the rest of a sentence: what is wrong, the limit, what to give.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+_TRUE = {"true", "yes", "on", "1"}
+_FALSE = {"false", "no", "off", "0"}
+
+
+@dataclass(frozen=True)
+class Option:
+    name: str
+    kind: str  # "text" | "int" | "float" | "bool" | "choice" | "users" | "groups" | "mode"
+    default: Any
+    help: str
+    low: float | None = None
+    high: float | None = None
+    unit: str = ""
+    choices: tuple[str, ...] = ()
+    flag_only: bool = False  # an act for this one start, not a setting
+
+    @property
+    def key(self) -> str:
+        return self.name.replace("-", "_")
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name
+
+    @property
+    def variable(self) -> str:
+        return "KVKEEP_" + self.key.upper()
+
+    def parse(self, raw: Any) -> Any:
+        value = _PARSERS[self.kind](self, raw)
+        if self.low is not None and self.high is not None and not self.low <= value <= self.high:
+            side = "below" if value < self.low else "above"
+            raise ValueError(
+                f"{self.show(value)} is {side} what is allowed: give {_number(self.low)} to {_number(self.high)}"
+                + (f" {self.unit}" if self.unit else "")
+            )
+        return value
+
+    def show(self, value: Any) -> str:
+        """For a message: the value with its unit."""
+        text = _number(value) if isinstance(value, float) else str(value)
+        return f"{text} {self.unit}".rstrip()
+
+    def show_default(self) -> str:
+        if self.default in ("", ()):
+            return "empty"
+        if self.kind == "mode":
+            return f"{self.default:04o}"
+        if self.kind == "bool":
+            return "on" if self.default else "off"
+        return self.show(self.default) if self.default else str(self.default)
+
+
+def _number(value: float) -> str:
+    return f"{value:.10g}"
+
+
+def _text(option: Option, raw: Any) -> str:
+    if not isinstance(raw, str):
+        raise ValueError(f"{raw!r} is not text: put it in quotes")
+    if "\0" in raw or "\n" in raw:
+        raise ValueError(f"{raw!r} holds a line break or a NUL: give one line of text")
+    return raw
+
+
+def _int(option: Option, raw: Any) -> int:
+    if isinstance(raw, int) and not isinstance(raw, bool):
+        return raw
+    try:
+        return int(_text(option, raw).strip().replace("_", ""))
+    except ValueError:
+        raise ValueError(f"{raw!r} is not a whole number") from None
+
+
+def _float(option: Option, raw: Any) -> float:
+    try:
+        if isinstance(raw, bool):
+            raise ValueError
+        value = float(raw)
+    except (TypeError, ValueError):
+        raise ValueError(f"{raw!r} is not a number") from None
+    if value != value:
+        raise ValueError(f"{raw!r} is not a number")
+    return value
+
+
+def _bool(option: Option, raw: Any) -> bool:
+    if isinstance(raw, bool):
+        return raw
+    if isinstance(raw, str) and raw.lower() in _TRUE | _FALSE:
+        return raw.lower() in _TRUE
+    raise ValueError(f"{raw!r} is neither true nor false")
+
+
+def _choice(option: Option, raw: Any) -> str:
+    for choice in option.choices:
+        if isinstance(raw, str) and raw.lower() == choice.lower():
+            return choice
+    raise ValueError(f"{raw!r} is not one of {', '.join(option.choices)}")
+
+
+def _mode(option: Option, raw: Any) -> int:
+    try:
+        mode = int(raw, 8) if isinstance(raw, str) else -1
+    except ValueError:
+        mode = -1
+    if not 0o600 <= mode <= 0o777 or mode & 0o600 != 0o600:
+        raise ValueError(f"{raw!r} is not an octal mode in which the owner may read and write: give '0660', say")
+    return mode
+
+
+def _ids(option: Option, raw: Any) -> tuple[int, ...]:
+    """Numbers or names, separated by commas, or a TOML list of them."""
+    items = raw if isinstance(raw, list) else _text(option, raw).split(",") if isinstance(raw, str) else [raw]
+    found: list[int] = []
+    for item in items:
+        if isinstance(item, str):
+            item = item.strip()
+            if not item:
+                continue
+            item = int(item) if item.isdecimal() else _lookup_id(option.kind, item)
+        if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item < 2**32 - 1:
+            raise ValueError(f"{item!r} is no id: give numbers or names, separated by commas")
+        found.append(item)
+    return tuple(dict.fromkeys(found))
+
+
+def _lookup_id(kind: str, name: str) -> int:
+    import grp
+    import pwd
+
+    try:
+        return pwd.getpwnam(name).pw_uid if kind == "users" else grp.getgrnam(name).gr_gid
+    except KeyError:
+        raise ValueError(f"{name!r} is not among this host's {kind}: give the number, or create it") from None
+
+
+_PARSERS: dict[str, Any] = {
+    "text": _text,
+    "int": _int,
+    "float": _float,
+    "bool": _bool,
+    "choice": _choice,
+    "users": _ids,
+    "groups": _ids,
+    "mode": _mode,
+}
+
+OPTIONS: tuple[Option, ...] = (
+    Option("name", "text", "default", "name of this instance: several can run side by side"),
+    Option(
+        "run-dir",
+        "text",
+        "",
+        "folder of the sockets and the lock; empty = /run/kvkeep/NAME for root, $XDG_RUNTIME_DIR/kvkeep/NAME otherwise",
+    ),
+    Option(
+        "l1-size-gb",
+        "float",
+        4.0,
+        "shared memory for KV, for the whole node, all engines and ranks together",
+        low=0.004,
+        high=4096,
+        unit="GiB",
+    ),
+    Option(
+        "l1-entries",
+        "int",
+        0,
+        "chunks that can be held at once; 0 = one per 64 KiB of --l1-size-gb",
+        low=0,
+        high=256 * 1024 * 1024,
+        unit="chunks",
+    ),
+    Option("l1-slab-mb", "int", 0, "unit in which memory moves between models; 0 = by size", 0, 1024, "MiB"),
+    Option(
+        "l1-use-hugepages",
+        "bool",
+        False,
+        "ask for transparent huge pages for the arena; falls back to 4 KiB pages, and says so",
+    ),
+    Option(
+        "l1-mlock",
+        "bool",
+        False,
+        "lock the arena in memory; needs RLIMIT_MEMLOCK; falls back to unlocked, and says so",
+    ),
+    Option("chunk-size", "int", 256, "tokens per chunk that clients use unless they say otherwise", 1, 65536, "tokens"),
+    Option(
+        "eviction-policy",
+        "choice",
+        "LRU",
+        "what goes when memory is short: LRU, tails before heads; noop = nothing, stores are refused",
+        choices=("LRU", "noop"),
+    ),
+    Option(
+        "eviction-trigger-watermark", "float", 0.95, "share of the bytes in use at which eviction starts", 0.01, 1.0
+    ),
+    Option("eviction-ratio", "float", 0.05, "share of the bytes that one round of eviction frees", 0.001, 1.0),
+    Option("max-clients", "int", 4096, "clients that may be attached at once", 1, 4096, "clients"),
+    Option("allow-uids", "users", (), "users that may attach, by number or name; empty = whom the socket mode lets in"),
+    Option("allow-gids", "groups", (), "groups whose members may attach; empty = whom the socket mode lets in"),
+    Option("admin-uids", "users", (), "users that may clear, delete and pin, besides root and the daemon's own"),
+    Option("socket-group", "text", "", "group that owns the sockets; empty = the daemon's own"),
+    Option("socket-mode", "mode", 0o660, "access mode of the sockets, octal"),
+    Option("http-host", "text", "127.0.0.1", "address that the web process listens on; a loopback one unless you ask"),
+    Option("http-port", "int", -1, "port of the web process (metrics, page); -1 = off, 0 = any free", -1, 65535),
+    Option("log-level", "choice", "info", "debug, info, warning, error", choices=("debug", "info", "warning", "error")),
+    Option(
+        "log-format",
+        "choice",
+        "auto",
+        "text, json, or auto: text on a terminal, JSON lines elsewhere",
+        choices=("auto", "text", "json"),
+    ),
+    Option(
+        "forget", "bool", False, "drop an arena that an earlier daemon left, instead of adopting it", flag_only=True
+    ),
+)
+
+BY_KEY: dict[str, Option] = {option.key: option for option in OPTIONS}
