@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -255,10 +256,10 @@ def _from_environment(environ: Mapping[str, str]) -> Iterable[tuple[Option, str]
 
 
 def _from_file(path: str) -> dict[str, Any]:
-    try:
+    if sys.version_info >= (3, 11):
         import tomllib
-    except ModuleNotFoundError:  # Python 3.10
-        import tomli as tomllib  # type: ignore[no-redef, unused-ignore]
+    else:
+        import tomli as tomllib
     try:
         with open(path, "rb") as file:
             document = tomllib.load(file)
