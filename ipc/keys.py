@@ -1,7 +1,7 @@
 """Identity: what a stored byte depends on, as a manifest, a digest, chunk hashes and a readable key.
 
 *Manifest* - everything the bytes depend on except the tokens.  Its canonical JSON (`canonical`) is the namespace's
-identity, `digest` its blake3.  Change one field and it is another namespace; both stay readable in ``kvkeep ls``.
+identity, `digest` the blake3 of it and of the geometry.  Change one field and it is another namespace; both stay readable in ``kvkeep ls``.
 
 *Chunk hash* - 32 bytes of blake3, chained, so that equal hashes mean an equal prefix:
 
@@ -27,6 +27,7 @@ import msgspec
 import numpy as np
 from blake3 import blake3
 from kvkeep.ipc.messages import HASH_BYTES, MAX_MANIFEST_BYTES
+from kvkeep.shm.namespaces import namespace_digest
 
 MANIFEST_FORMAT = 1
 MAX_DEPTH = 16
@@ -87,18 +88,9 @@ def canonical(manifest: Mapping[str, Json] | Manifest) -> bytes:
     return text
 
 
-def digest(canonical_manifest: bytes) -> bytes:
-    """The namespace digest."""
-    return blake3(canonical_manifest).digest()
-
-
-def with_geometry(manifest: Mapping[str, Json] | Manifest, shard_bytes: int, shards: int) -> bytes:
-    """`canonical` of the manifest plus ``shard_bytes`` and ``shards``: what a client registers."""
-    tree: dict[str, Json] = dict(msgspec.to_builtins(manifest) if isinstance(manifest, Manifest) else manifest)
-    for name, value in (("shard_bytes", shard_bytes), ("shards", shards)):
-        if tree.setdefault(name, value) != value:
-            raise ValueError(f"the manifest says {name}={tree[name]!r}, register() says {value}; leave it out of one")
-    return canonical(tree)
+def digest(canonical_manifest: bytes, *, shard_bytes: int, shards: int = 1) -> bytes:
+    """The namespace digest: geometry is part of the identity.  The daemon computes the same."""
+    return namespace_digest(canonical_manifest, shards, shard_bytes)
 
 
 def _plain(value: Json, where: str, depth: int) -> Json:
