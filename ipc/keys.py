@@ -1,7 +1,7 @@
 """Identity: what a stored byte depends on, as a manifest, a digest, chunk hashes and a readable key.
 
-*Manifest* - everything the bytes depend on except the tokens.  Its canonical JSON (`canonical`) is the namespace's
-identity, `digest` the blake3 of it and of the geometry.  Change one field and it is another namespace; both stay readable in ``kvkeep ls``.
+*Manifest* - everything the bytes depend on except the tokens.  `canonical` is its one JSON text; `digest`, a blake3 of
+that text and the geometry, names the namespace.  Change one field and it is another; ``kvkeep ls`` shows both.
 
 *Chunk hash* - 32 bytes of blake3, chained, so that equal hashes mean an equal prefix:
 
