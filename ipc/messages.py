@@ -52,13 +52,14 @@ class Verdict(enum.IntEnum):
     PRESENT = 1  # sealed already
     BUSY = 2  # this shard of it is being written by somebody
     FULL = 3  # no room even after eviction; so is everything after it
+    ORPHAN = 4  # a head before `start` is not resident: store from StoreReply.missing instead
 
 
 class Outcome(enum.IntEnum):
     """COMMIT's answer for one granted chunk."""
 
     SEALED = 0  # readable now
-    WAITING = 1  # this shard is in; other shards are not yet
+    WAITING = 1  # this shard is in; other shards, or a head that another client writes, are not yet
     ABORTED = 2  # as asked
     LOST = 3  # the chunk, or the head it hangs on, was given up meanwhile
 
@@ -271,6 +272,7 @@ class StoreReply(Reply, frozen=True, tag="store"):
     length: int
     verdicts: bytes  # u8 per chunk from `start`
     offsets: bytes  # u64 LE per GRANTED chunk, in order
+    missing: int = -1  # position of the first head that is not resident, when verdicts say ORPHAN
 
 
 class CommitReply(Reply, frozen=True, tag="commit"):

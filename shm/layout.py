@@ -4,6 +4,7 @@
            4096     lease table         MAX_LEASES * 64 B   LEASE   (the byte range of a slot is also its lock)
            ...      stats page          STATS_BYTES         seqlock u64, length u64, JSON
            ...      namespace table     MAX_NAMESPACES * 16 KiB   NAMESPACE + canonical manifest
+           ...      slab table          MAX_SLABS * 16 B    SLAB   (one per unit of slab_bytes)
            ...      entry table         capacity * 192 B    ENTRY
     data   extents, 4 KiB aligned, in slabs (see slabs.py)
 
@@ -25,6 +26,7 @@ MAX_LEASES = 4096
 MAX_NAMESPACES = 256
 NAMESPACE_BYTES = 16384
 STATS_BYTES = 256 * 1024
+MAX_SLABS = 16384
 MAX_SHARDS = 64
 CHECKSUM_SHARDS = 8  # shards beyond this have no payload checksum in L1
 
@@ -48,10 +50,10 @@ SUPERBLOCK = np.dtype(
         ("capacity", "<u8"),  # entries
         ("slab_bytes", "<u8"),
         ("boot_id", "S40"),
-        ("nonce", "<u8"),  # ties the two segments of one arena together
+        ("data_inode", "<u8"),  # ties the two segments of one arena together
         ("checksum", "<u8"),  # over all of the above
         ("epoch", "<u8"),  # after the checksum: grows at each daemon start
-        ("clock", "<u8"),  # recency clock, written now and then; recovery takes the maximum it finds
+        ("reserved", "<u8"),
     ]
 )
 
@@ -74,6 +76,14 @@ NAMESPACE = np.dtype(
         ("length", "<u4"),  # of the manifest, which follows
         ("generation", "<u4"),
         ("checksum", "<u8"),  # xxh3_64 over the fields above and the manifest
+    ]
+)
+
+SLAB = np.dtype(
+    [
+        ("extent_bytes", "<u8"),  # size class of the run that starts at this unit; 0 = no run starts here
+        ("units", "<u4"),
+        ("reserved", "<u4"),
     ]
 )
 
@@ -106,9 +116,11 @@ SUMMED_WORDS = ENTRY.fields["record_sum"][1] // 8  # type: ignore[index]
 LEASE_OFFSET = PAGE
 STATS_OFFSET = LEASE_OFFSET + MAX_LEASES * LEASE.itemsize
 NAMESPACE_OFFSET = STATS_OFFSET + STATS_BYTES
-ENTRY_OFFSET = NAMESPACE_OFFSET + MAX_NAMESPACES * NAMESPACE_BYTES
+SLAB_OFFSET = NAMESPACE_OFFSET + MAX_NAMESPACES * NAMESPACE_BYTES
+ENTRY_OFFSET = SLAB_OFFSET + MAX_SLABS * SLAB.itemsize
 
-assert ENTRY_BYTES == 192 and LEASE.itemsize == 64 and ENTRY_OFFSET % PAGE == 0
+assert ENTRY_BYTES == 192
+assert ENTRY_OFFSET % PAGE == 0
 
 
 def meta_bytes(capacity: int) -> int:

@@ -1,0 +1,272 @@
+"""Management operations: PIN, UNPIN, DELETE, CLEAR, LIST, STATS, CHECK, and the status document.
+
+Those that destroy or pause need an allowed uid.  What would take long runs as a job, a bounded piece per round of the
+control loop, and its reply is sent when the job ends.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import secrets
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from kvkeep.daemon.engine import Engine, Refusal
+from kvkeep.daemon.sessions import References, Session
+from kvkeep.ipc import messages as m
+from kvkeep.ipc.messages import ErrorCode
+from kvkeep.shm.layout import State
+
+CLEAR_STEP = 1024  # entries per round
+SCAN_STEP = 65536  # records per round
+MAX_PAGE = 10_000
+MAX_LISTED_CLIENTS = 256
+
+# So that a reader can count on every name from the first moment on.
+COUNTERS = ["lookups", "lookup_chunks", "lookup_chunks_hit", "retrieves", "retrieve_chunks", "retrieve_bytes", "stores", "store_chunks", "stores_refused_full", "commits", "commit_bytes", "entries_evicted", "bytes_evicted", "entries_given_up", "entries_incomplete", "entries_deleted", "attaches", "detaches", "attach_refused", "requests", "malformed"]
+
+
+@dataclass(eq=False)
+class Pinned:
+    references: References
+    expires: float
+
+
+class Admin:
+    def __init__(self, engine: Engine, *, name: str, version: str, admin_uids: tuple[int, ...]) -> None:
+        self.engine = engine
+        self.name, self.version = name, version
+        self.started = time.monotonic()
+        self.reasons: dict[str, str] = {}  # why health is degraded, by source
+        self._admins = {0, os.geteuid(), *admin_uids}
+        self._pins: dict[int, Pinned] = {}
+        self._ids = itertools.count(secrets.randbits(48))
+        self._jobs: deque[tuple[bytes, bytes, Iterator[m.AnyReply | None]]] = deque()
+        engine.operations.update(
+            {
+                m.Pin: self.pin,
+                m.Unpin: self.unpin,
+                m.Delete: self.delete,
+                m.Clear: self.clear,
+                m.Stats: self.stats,
+                m.List: self.list,
+                m.Check: self.check,
+            }
+        )
+
+    def _only_admins(self, session: Session) -> None:
+        if session.credentials.uid not in self._admins:
+            raise Refusal(
+                ErrorCode.DENIED,
+                f"uid {session.credentials.uid} may not do this; add it to --admin-uids or run as root or as the daemon's user",
+            )
+
+    # ---- jobs --------------------------------------------------------------------------------------------------------
+
+    def step(self, send: Any) -> bool:
+        """One piece of the oldest job.  True = there is more to do."""
+        if not self._jobs:
+            return False
+        identity, request_id, job = self._jobs[0]
+        reply = next(job)
+        if reply is not None:
+            self._jobs.popleft()
+            send(identity, request_id, reply)
+        return bool(self._jobs)
+
+    # ---- operations --------------------------------------------------------------------------------------------------
+
+    def pin(self, session: Session, request: m.Pin, *_: bytes) -> m.AnyReply:
+        self._only_admins(session)
+        namespace = self.engine.namespace_of(session, request.namespace)
+        if not 0 < request.ttl_s <= 366 * 86400:
+            raise Refusal(ErrorCode.BAD_REQUEST, f"a ttl of {request.ttl_s} s; give up to a year")
+        keys = np.frombuffer(request.hashes[: len(request.hashes) // 32 * 32], dtype=np.uint64).reshape(-1, 4)
+        entries = self.engine.arena.prefix(namespace, keys[: m.MAX_CHUNKS]).entries
+        if not len(entries) or len(np.unique(entries)) != len(entries):
+            return m.Pinned(self.engine.epoch, 0, 0)
+        pin = next(self._ids)
+        self._pins[pin] = Pinned(References(self.engine.arena, entries), time.monotonic() + request.ttl_s)
+        return m.Pinned(self.engine.epoch, pin, len(entries))
+
+    def unpin(self, session: Session, request: m.Unpin, *_: bytes) -> m.AnyReply:
+        self._only_admins(session)
+        pinned = self._pins.pop(request.pin, None)
+        if pinned is None:
+            raise Refusal(ErrorCode.UNKNOWN_HANDLE, f"pin {request.pin} does not exist (any more)")
+        return m.Ok(self.engine.epoch, pinned.references.trim(0))
+
+    def next_deadline(self) -> float | None:
+        return min((p.expires for p in self._pins.values()), default=None)
+
+    def expire(self, now: float) -> None:
+        for pin in [pin for pin, pinned in self._pins.items() if pinned.expires <= now]:
+            self._pins.pop(pin).references.trim(0)
+
+    def delete(self, session: Session, request: m.Delete, *_: bytes) -> m.AnyReply:
+        self._only_admins(session)
+        namespace = self.engine.namespace_of(session, request.namespace)
+        keys = np.frombuffer(request.hashes[: len(request.hashes) // 32 * 32], dtype=np.uint64).reshape(-1, 4)
+        found = self.engine.arena.index.find(keys[: m.MAX_CHUNKS], namespace.id).entries
+        return m.Ok(self.engine.epoch, self.engine.arena.drop(np.unique(found[found >= 0])))
+
+    def clear(self, session: Session, request: m.Clear, identity: bytes, request_id: bytes) -> m.AnyReply | None:
+        self._only_admins(session)
+        if request.namespace and self.engine.arena.namespaces.get(request.namespace) is None:
+            raise Refusal(ErrorCode.UNKNOWN_NAMESPACE, f"namespace {request.namespace} does not exist; see `kvkeep ls`")
+        self._jobs.append((identity, request_id, self._clearing(request.namespace)))
+        return None
+
+    def _clearing(self, namespace: int) -> Iterator[m.AnyReply | None]:
+        arena, dropped = self.engine.arena, 0
+        for at in range(0, arena.table.capacity, SCAN_STEP):
+            part = slice(at, at + SCAN_STEP)
+            mine = arena.table.state[part] == State.SEALED
+            if namespace:
+                mine &= arena.table.namespace[part] == namespace
+            entries = at + np.flatnonzero(mine)
+            # Tails first also here: a reader in between must not find a tail without its head.  Within this part only.
+            entries = entries[np.argsort(arena.table.recency[entries])]
+            for cut in range(0, len(entries), CLEAR_STEP):
+                dropped += arena.drop(entries[cut : cut + CLEAR_STEP])
+                yield None
+        yield m.Ok(self.engine.epoch, dropped)
+
+    def stats(self, session: Session, request: m.Stats, *_: bytes) -> m.AnyReply:
+        return m.Document(self.engine.epoch, json.dumps(self.document()).encode())
+
+    def list(self, session: Session, request: m.List, *_: bytes) -> m.AnyReply:
+        arena = self.engine.arena
+        if not request.namespace:
+            namespaces = [self._describe(ns) | {"manifest": _readable(ns.manifest)} for ns in arena.namespaces]
+            return m.Document(self.engine.epoch, json.dumps({"namespaces": namespaces}).encode())
+        if arena.namespaces.get(request.namespace) is None:
+            raise Refusal(ErrorCode.UNKNOWN_NAMESPACE, f"namespace {request.namespace} does not exist; see `kvkeep ls`")
+        limit = min(max(1, request.limit), MAX_PAGE)
+        cursor = max(0, request.cursor)
+        part = slice(cursor, cursor + SCAN_STEP)
+        mine = (arena.table.state[part] != State.FREE) & (arena.table.namespace[part] == request.namespace)
+        at = cursor + np.flatnonzero(mine)
+        page = at[:limit]
+        if len(at) > limit:
+            following = int(at[limit])
+        else:
+            following = cursor + SCAN_STEP if cursor + SCAN_STEP < arena.table.capacity else 0
+        entries = [self._entry(int(e)) for e in page]
+        return m.Document(self.engine.epoch, json.dumps({"entries": entries, "cursor": following}).encode())
+
+    def _entry(self, entry: int) -> dict[str, Any]:
+        row = self.engine.arena.table.rows[entry]
+        return {
+            "key": row["key"].tobytes().hex(),
+            "state": State(int(row["state"])).name,
+            "bytes": int(row["extent_bytes"]),
+            "references": int(row["references"]),
+            "recency": int(row["recency"]),
+        }
+
+    def check(self, session: Session, request: m.Check, *_: bytes) -> m.AnyReply:
+        self._only_admins(session)
+        problem = self.integrity_problem()
+        return m.Document(self.engine.epoch, json.dumps({"ok": not problem, "problem": problem}).encode())
+
+    def integrity_problem(self) -> str:
+        """The broken rule, or ""."""
+        references, writing = self.engine.held()
+        generation = self.engine.arena.table.generation
+        for pinned in self._pins.values():
+            held = pinned.references
+            references.update(held.entries[generation[held.entries] == held.generations].tolist())
+        references.update(self.inherited())
+        try:
+            self.engine.arena.check_integrity(references, writing)
+        except AssertionError as e:
+            return str(e)
+        return ""
+
+    inherited_references: npt.NDArray[np.uint32] | None = None  # per entry, of clients of an earlier epoch
+    inherited_generations: npt.NDArray[np.uint32] | None = None
+
+    def inherited(self) -> dict[int, int]:
+        counts, generations = self.inherited_references, self.inherited_generations
+        if counts is None or generations is None:
+            return {}
+        entries = np.flatnonzero((counts > 0) & (self.engine.arena.table.generation == generations))
+        return {int(e): int(counts[e]) for e in entries}
+
+    # ---- the status document -----------------------------------------------------------------------------------------
+
+    def document(self) -> dict[str, Any]:
+        """`kvkeep status --json`, and the stats page."""
+        engine, arena = self.engine, self.engine.arena
+        sessions = list(engine.sessions.values())
+        reasons = list(self.reasons.values()) + ([engine.broken] if engine.broken else [])
+        now = time.monotonic()
+        held = sum(s.references for s in sessions)
+        held += sum(len(h.references) for h in engine.lookups.values() if h.owner is None)
+        held += sum(len(p.references) for p in self._pins.values())
+        if self.inherited_references is not None:
+            held += int(self.inherited_references.sum())
+        return {
+            "name": self.name,
+            "version": self.version,
+            "pid": os.getpid(),
+            "epoch": engine.epoch,
+            "uptime_s": round(now - self.started, 1),
+            "time": round(time.time(), 3),
+            "health": "degraded" if reasons else "ok",
+            "reasons": reasons,
+            "l1": {
+                "bytes_total": arena.bytes_total,
+                "bytes_ready": arena.slabs.bytes_ready,
+                "bytes_used": arena.slabs.bytes_used,
+                "bytes_quarantined": arena.bytes_quarantined,
+                "reserved_bytes": arena.bytes_reserved,
+                "entries": arena.table.used_count,
+                "entries_capacity": arena.table.capacity,
+                "references": held,
+                "lookups_waiting": engine.waiting,
+            },
+            "clients": [
+                {
+                    "lease": s.lease_id,
+                    "pid": s.credentials.pid,
+                    "uid": s.credentials.uid,
+                    "name": s.name,
+                    "mapped": s.mapped,
+                    "references": s.references,
+                    "reserved_bytes": s.reserved_bytes,
+                    "idle_s": round(now - s.last_seen, 1),
+                }
+                for s in sessions[:MAX_LISTED_CLIENTS]
+            ],
+            "clients_total": len(sessions),
+            "namespaces": [self._describe(ns) for ns in arena.namespaces],
+            "l2": [],
+            "counters": dict.fromkeys(COUNTERS, 0) | dict(engine.counters),
+        }
+
+    def _describe(self, namespace: Any) -> dict[str, Any]:
+        entries = self.engine.arena.entries_of[namespace.id]
+        return {
+            "id": namespace.id,
+            "digest": namespace.digest.hex(),
+            "entries": entries,
+            "bytes": entries * namespace.extent_bytes,
+            "shards": namespace.shards,
+            "shard_bytes": namespace.shard_bytes,
+        }
+
+
+def _readable(manifest: bytes) -> Any:
+    try:
+        return json.loads(manifest)
+    except ValueError:
+        return {"unreadable": manifest[:64].hex()}

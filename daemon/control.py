@@ -1,0 +1,525 @@
+"""The control process: one thread, one poll loop, the only writer of all L1 metadata.
+
+    run(config)   lock the run directory → open or adopt the arena → bind the sockets → tell systemd → loop → stop
+
+Each round: what arrived on the sockets (a bounded amount), expired deadlines, then one bounded step of background work
+(watermark eviction, log compaction, a management job).  It does no disk or network I/O and never waits for anybody;
+a poll with nothing to do sleeps until the next deadline.  An orderly stop leaves the arena in memory, as a kill does.
+
+Ghosts: clients of the daemon before us that are still alive (see shm/leases.py).  Until each has attached again or died,
+references are honoured and quarantined extents rest.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import json
+import logging
+import os
+import resource
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Callable
+
+import numpy as np
+import zmq
+from kvkeep.daemon.admin import Admin
+from kvkeep.daemon.config import Config
+from kvkeep.daemon.engine import Engine
+from kvkeep.daemon.sdnotify import Notifier
+from kvkeep.daemon.sessions import Session
+from kvkeep.daemon.supervise import Child
+from kvkeep.ipc.attach import Admission, AttachListener, Credentials
+from kvkeep.ipc.messages import Hello, Refused, Welcome
+from kvkeep.ipc.server import RpcServer
+from kvkeep.shm.arena import Arena
+from kvkeep.shm.layout import ABI_VERSION, PAGE
+from kvkeep.shm.leases import LeaseTable
+from kvkeep.shm.namespaces import NamespaceTable
+from kvkeep.shm.recovery import adopt
+from kvkeep.shm.segments import Geometry, InUse, Reserver, SegmentError, Segments, boot_id, open_segments
+from kvkeep.shm.slabs import Slabs, default_slab_bytes
+from kvkeep.shm.stats import write_stats
+from kvkeep.shm.table import EntryTable
+
+log = logging.getLogger("kvkeep.control")
+
+PUBLISH_S = 0.25  # the stats page follows activity at this interval, and rests when nothing happens
+IDLE_PUBLISH_S = 5.0  # ... but stays visibly alive
+GHOST_POLL_S = 0.25  # only while there are ghosts
+DAMAGE_POLL_S = 1.0
+EXIT_HOST = 3  # as in main
+EXIT_TAKEN = 4
+CHILD_STOP_S = 2.0
+WEB_HEARTBEAT_S = 20.0
+STUCK_ROUND_S = 1.0  # a round longer than this is logged
+
+
+def geometry_of(config: Config) -> Geometry:
+    slab = config.l1_slab_mb << 20 or default_slab_bytes(config.l1_bytes)
+    data = config.l1_bytes // slab * slab
+    return Geometry(max(data, slab), config.entries, slab)
+
+
+class Control:
+    """Everything of one running daemon.  Built by `run`."""
+
+    def __init__(self, config: Config, segments: Segments, version: str) -> None:
+        self.config = config
+        self.segments = segments
+        geometry = segments.geometry
+        table = EntryTable(segments.entries)
+        slabs = Slabs(geometry.data_bytes, geometry.slab_bytes, segments.slabs)
+        self.arena = Arena(
+            table,
+            NamespaceTable(segments.namespaces),
+            slabs,
+            policy=config.eviction_policy,
+            watermark=config.eviction_trigger_watermark,
+            ratio=config.eviction_ratio,
+        )
+        self.arena.now = time.monotonic()
+        self.leases = LeaseTable(segments.leases, segments.meta_fd)
+        self.epoch = int(segments.superblock["epoch"]) + 1
+        segments.superblock["epoch"] = self.epoch
+        self._by_lease: dict[int, Session] = {}
+        self._eventfds: dict[int, int] = {}
+        gid = _gid(config)
+        self.engine = Engine(self.arena, epoch=self.epoch, send=self._send, notify=self._notify)
+        self.admin = Admin(self.engine, name=config.name, version=version, admin_uids=config.admin_uids)
+        if segments.adopted:
+            self._adopt()
+        self.rpc = RpcServer(config.rpc_path, self.engine.handle, epoch=self.epoch, mode=config.socket_mode, gid=gid)
+        self.listener = AttachListener(
+            config.attach_path,
+            admit=self._admit,
+            closed=self._closed,
+            mode=config.socket_mode,
+            gid=gid,
+            max_connections=config.max_clients,
+        )
+        self.reserver = Reserver(segments.data_fd, geometry.data_bytes, prepare=_preparation(config, segments))
+        self.notifier = Notifier()
+        self.stopping = False
+        self._poller = zmq.Poller()
+        self._callbacks: dict[int, Callable[[], None]] = {}
+        self._poller.register(self.rpc.socket, zmq.POLLIN)
+        self.watch(self.listener.fileno(), self.listener.service)
+        self.watch(self.reserver.eventfd, self._on_reserved)
+        self._published = 0.0
+        self._dirty = True
+        self._next_ghosts = 0.0
+        self._next_damage = 0.0
+        self.timers: list[Callable[[float], float | None]] = []  # called each round; return the next deadline
+
+    # ---- the loop ----------------------------------------------------------------------------------------------------
+
+    def watch(self, fd: int, callback: Callable[[], None]) -> None:
+        self._callbacks[fd] = callback
+        self._poller.register(fd, zmq.POLLIN)
+
+    def unwatch(self, fd: int) -> None:
+        if self._callbacks.pop(fd, None):
+            self._poller.unregister(fd)
+
+    def loop(self) -> None:
+        busy = False
+        while not self.stopping:
+            now = time.monotonic()
+            timeout = 0.0 if busy else max(0.0, self._next_deadline(now) - now)
+            ready = self._poller.poll(timeout * 1000 + (1 if timeout else 0))
+            self.arena.now = time.monotonic()
+            busy = False
+            for what, _ in ready:
+                self._dirty = True
+                if what is self.rpc.socket:
+                    busy = self.rpc.service()
+                elif callback := self._callbacks.get(what):
+                    callback()
+            self._expire(self.arena.now)
+            busy = self.arena.evict_step() or self.arena.housekeep() or self.admin.step(self.rpc.send) or busy
+            took = time.monotonic() - self.arena.now
+            if took > STUCK_ROUND_S:
+                log.warning("a round of the control loop took %.1f s", took)
+
+    def _next_deadline(self, now: float) -> float:
+        publish = self._published + (PUBLISH_S if self._dirty else IDLE_PUBLISH_S)
+        candidates = [
+            publish,
+            self.engine.next_deadline(),
+            self.admin.next_deadline(),
+            self.listener.next_deadline(),
+            self.arena.next_quarantine_end(),
+            self.arena.next_incomplete_end(),
+            self._next_ghosts if self.leases.ghosts else None,
+        ]
+        candidates += [timer(now) for timer in self.timers]
+        return min(c for c in candidates if c is not None)
+
+    def _expire(self, now: float) -> None:
+        self.engine.expire(now)
+        self.admin.expire(now)
+        self.listener.expire(now)
+        self.arena.end_quarantine()
+        self.arena.end_incomplete()
+        if self.leases.ghosts and now >= self._next_ghosts:
+            self._next_ghosts = now + GHOST_POLL_S
+            if not self.leases.bury_dead_ghosts():
+                self._no_more_ghosts()
+        if now >= self._next_damage:
+            self._next_damage = now + DAMAGE_POLL_S
+            if damage := self.segments.damaged():
+                self._drop_damaged(damage)
+        if now - self._published >= (PUBLISH_S if self._dirty else IDLE_PUBLISH_S):
+            self.publish()
+
+    def publish(self) -> None:
+        self.engine.counters["requests"] = self.rpc.requests
+        self.engine.counters["malformed"] = self.rpc.malformed
+        write_stats(self.segments.stats, json.dumps(self.admin.document()).encode())
+        self._published = time.monotonic()
+        self._dirty = False
+
+    # ---- attaching ---------------------------------------------------------------------------------------------------
+
+    def _admit(self, hello: Hello, credentials: Credentials) -> Admission | Refused:
+        allowed_uids, allowed_gids = self.config.allow_uids, self.config.allow_gids
+        named = allowed_uids or allowed_gids
+        inside = credentials.uid in allowed_uids or credentials.gid in allowed_gids
+        if named and not inside and credentials.uid not in (0, os.geteuid()):
+            return self._refused(
+                "denied",
+                f"uid {credentials.uid}, gid {credentials.gid} may not attach; add it to --allow-uids or --allow-gids",
+            )
+        if hello.want_arena and hello.abi != ABI_VERSION:
+            return self._refused(
+                "abi",
+                f"the client reads arena format {hello.abi}, this daemon writes {ABI_VERSION}; install the same kvkeep "
+                "version on both sides",
+            )
+        fds: tuple[int, ...] = ()
+        try:
+            lease_id, meta_fd = self.leases.add(
+                epoch=self.epoch, pid=credentials.pid, uid=credentials.uid, name=hello.name[:40]
+            )
+        except (OSError, IndexError) as e:
+            return self._refused("limit", f"no lease for another client ({e}); raise LimitNOFILE or --max-clients")
+        if hello.want_arena:
+            try:
+                eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+                self._eventfds[lease_id] = os.dup(eventfd)
+                fds = (meta_fd, os.dup(self.segments.data_fd), eventfd)
+            except OSError as e:
+                os.close(meta_fd)
+                self.leases.remove(lease_id)
+                return self._refused("limit", f"out of descriptors ({e.strerror}); raise LimitNOFILE")
+        else:
+            os.close(meta_fd)
+        if hello.previous_lease in self.leases.ghosts:
+            self.leases.settle(hello.previous_lease)
+            if not self.leases.ghosts:
+                self._no_more_ghosts()
+        session = Session(lease_id, secrets.token_bytes(16), credentials, hello.name[:40], hello.want_arena)
+        self._by_lease[lease_id] = session
+        self.engine.open_session(session)
+        self.engine.counters["attaches"] += 1
+        log.debug("client attached: lease %d, pid %d, uid %d, %s", lease_id, *credentials[:2], hello.name[:40])
+        geometry = self.segments.geometry
+        welcome = Welcome(
+            version=1,
+            lease=session.token,
+            lease_id=lease_id,
+            epoch=self.epoch,
+            boot_id=boot_id(),
+            rpc_endpoint=f"ipc://{self.config.rpc_path}",
+            meta_bytes=len(self.segments.meta),
+            data_bytes=geometry.data_bytes,
+            chunk_tokens=self.config.chunk_size,
+        )
+        return Admission(welcome, fds)
+
+    def _refused(self, code: str, message: str) -> Refused:
+        self.engine.counters["attach_refused"] += 1
+        log.warning("attach refused: %s", message)
+        return Refused(code, message)
+
+    def _closed(self, lease_id: int) -> None:
+        session = self._by_lease.pop(lease_id, None)
+        if session is None:
+            return
+        self.engine.close_session(session)
+        self.leases.remove(lease_id)
+        eventfd = self._eventfds.pop(lease_id, None)
+        if eventfd is not None:
+            os.close(eventfd)
+        self.engine.counters["detaches"] += 1
+
+    def _notify(self, session: Session) -> None:
+        eventfd = self._eventfds.get(session.lease_id)
+        if eventfd is not None:
+            try:
+                os.eventfd_write(eventfd, 1)
+            except BlockingIOError:
+                pass  # the counter is full: it is readable all the same
+
+    def _send(self, identity: bytes, request_id: bytes, reply: object) -> None:
+        self.rpc.send(identity, request_id, reply)  # type: ignore[arg-type]
+
+    # ---- memory ------------------------------------------------------------------------------------------------------
+
+    def _adopt(self) -> None:
+        began = time.monotonic()
+        result = adopt(self.arena)
+        self.leases.adopt()
+        if self.leases.ghosts:
+            self.arena.hold_quarantine(True)
+            self.admin.inherited_references = self.arena.table.references.copy()
+            self.admin.inherited_generations = self.arena.table.generation.copy()
+        else:
+            self.arena.release_all()
+        log.info(
+            "adopted the arena: %d entries kept, %d dropped as doubtful, %d unfinished, %d clients still alive, %.3f s",
+            result.kept,
+            result.dropped,
+            result.unfinished,
+            len(self.leases.ghosts),
+            time.monotonic() - began,
+        )
+
+    def _no_more_ghosts(self) -> None:
+        """Every client of the daemon before us has attached again or died."""
+        inherited = self.admin.inherited()
+        if inherited:
+            entries = np.fromiter(inherited, dtype=np.int64)
+            counts = np.fromiter(inherited.values(), dtype=np.uint32)
+            self.arena.table.references[entries] -= counts
+            self.arena.references_dropped()
+        self.admin.inherited_references = self.admin.inherited_generations = None
+        self.arena.hold_quarantine(False)
+
+    def memory_is_ready(self) -> None:
+        """The arena of an earlier daemon: nothing is left to reserve."""
+        self.arena.slabs.set_ready(self.arena.bytes_total)
+        self.arena.reserving = False
+
+    def _on_reserved(self) -> None:
+        try:
+            os.eventfd_read(self.reserver.eventfd)
+        except BlockingIOError:
+            return
+        self.arena.slabs.set_ready(self.reserver.ready)
+        if self.reserver.done:
+            self.unwatch(self.reserver.eventfd)
+            self.arena.reserving = False
+            if self.reserver.failed:
+                self.admin.reasons["memory"] = self.reserver.failed
+                log.error("%s", self.reserver.failed)
+            else:
+                log.info("all %d bytes of L1 are reserved", self.arena.bytes_total)
+            self.notifier.status(self.reserver.failed or "serving")
+
+    def _drop_damaged(self, damage: str) -> None:
+        """A client shrank the segment under everybody.  Nothing in it can be trusted; the next start makes a new one."""
+        log.critical("%s: dropping the arena and stopping", damage)
+        self.segments.unlink()
+        self.stopping = True
+        self.exit_code = 1
+
+    exit_code = 0
+
+    # ---- stopping ----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        if self.reserver.is_alive():
+            self.reserver.stop()
+        self.publish()
+        self.listener.close()
+        self.rpc.close()
+        for path in (self.config.attach_path, self.config.rpc_path):
+            if os.path.lexists(path):
+                os.unlink(path)
+        self.segments.close()
+
+
+def run(config: Config) -> int:
+    """Serve until SIGTERM or SIGINT.  Returns the exit code."""
+    _raise_descriptor_limit()
+    os.makedirs(config.run_dir, mode=0o755, exist_ok=True)
+    lock = os.open(config.lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        log.error("another kvkeepd runs in %s; stop it, or give this one another --name or --run-dir", config.run_dir)
+        return EXIT_TAKEN
+    try:
+        segments = open_segments(config.name, geometry_of(config), forget=config.forget)
+    except InUse as e:
+        log.error("%s", e)
+        return EXIT_TAKEN
+    except SegmentError as e:
+        log.error("%s", e)
+        return EXIT_HOST
+    if segments.why:
+        log.warning("the arena of an earlier start was dropped: %s", segments.why)
+    control = Control(config, segments, _version())
+    if segments.fully_reserved and not (config.l1_mlock or config.l1_use_hugepages):
+        control.memory_is_ready()
+    gc.collect()
+    gc.freeze()  # what lives now lives to the end; later collections need not look at it
+    with _signals(control):
+        if control.arena.reserving:
+            control.reserver.start()
+        children = [_start_web(control)] if config.http_port >= 0 else []
+        for child in children:
+            supervise(control, child)
+        control.notifier.ready("serving; reserving memory")
+        _arm_watchdog(control)
+        log.info(
+            "kvkeepd %r is ready: epoch %d, %d MiB of L1, attach at %s",
+            config.name,
+            control.epoch,
+            segments.geometry.data_bytes >> 20,
+            config.attach_path,
+        )
+        control.loop()
+        control.notifier.stopping()
+        for child in children:
+            child.stop(time.monotonic() + CHILD_STOP_S)
+    control.close()
+    log.info("stopped; the arena %s", "was dropped" if control.exit_code else "stays in memory for the next start")
+    return control.exit_code
+
+
+class _signals:
+    """SIGTERM and SIGINT end the loop, by way of a descriptor that it polls."""
+
+    def __init__(self, control: Control) -> None:
+        self._control = control
+
+    def __enter__(self) -> None:
+        self._read, self._write = socket.socketpair()
+        self._read.setblocking(False)
+        self._write.setblocking(False)
+        self._before = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._stop)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        self._control.watch(self._read.fileno(), self._drain)
+
+    def _stop(self, number: int, _: object) -> None:
+        self._control.stopping = True
+
+    def _drain(self) -> None:
+        try:
+            self._read.recv(4096)
+        except BlockingIOError:
+            pass
+
+    def __exit__(self, *_: object) -> None:
+        signal.set_wakeup_fd(self._before)
+        self._control.unwatch(self._read.fileno())
+        self._read.close()
+        self._write.close()
+
+
+def _arm_watchdog(control: Control) -> None:
+    interval = control.notifier.watchdog_interval()
+    if not interval:
+        return
+    last = 0.0
+
+    def beat(now: float) -> float:
+        nonlocal last
+        if now - last >= interval / 3:
+            control.notifier.watchdog()
+            last = now
+        return last + interval / 3
+
+    control.timers.append(beat)
+
+
+def _start_web(control: Control) -> Child:
+    config = control.config
+    # Opened anew, read-only: the child must not share the descriptor that carries our lock on the arena.
+    meta_fd = os.open(f"/proc/self/fd/{control.segments.meta_fd}", os.O_RDONLY | os.O_CLOEXEC)
+    argv = ["kvkeep.daemon.web", "--stats-fd", str(meta_fd), "--host", config.http_host]
+    return Child("web", [*argv, "--port", str(config.http_port)], pass_fds=(meta_fd,), heartbeat_s=WEB_HEARTBEAT_S)
+
+
+def supervise(control: Control, child: Child) -> None:
+    """Start the child and have the loop look after it: its state is part of our health."""
+
+    def report() -> None:
+        if reasons := child.reasons():
+            control.admin.reasons[child.name] = "; ".join(reasons)
+        else:
+            control.admin.reasons.pop(child.name, None)
+
+    def moved() -> None:
+        child.on_exit()
+        report()
+
+    def tick(now: float) -> float | None:
+        deadline = child.next_deadline()
+        if deadline is not None and now >= deadline:
+            child.tick(now)
+            report()
+            deadline = child.next_deadline()
+        return deadline
+
+    child.start()
+    control.watch(child.fileno(), moved)
+    control.timers.append(tick)
+
+
+def _gid(config: Config) -> int | None:
+    if not config.socket_group:
+        return None
+    import grp
+
+    return grp.getgrnam(config.socket_group).gr_gid
+
+
+def _raise_descriptor_limit() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("kvkeep")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _preparation(config: Config, segments: Segments) -> Callable[[int, int], None] | None:
+    """What the reserver does with each step beyond reserving it: mlock, on request."""
+    if not config.l1_mlock and not config.l1_use_hugepages:
+        return None
+    import ctypes
+    import mmap
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    view = mmap.mmap(segments.data_fd, segments.geometry.data_bytes)
+    base = ctypes.addressof(ctypes.c_char.from_buffer(view))
+    said: set[str] = set()
+
+    def once(text: str) -> None:
+        if text not in said:
+            said.add(text)
+            log.warning("%s", text)
+
+    def prepare(at: int, size: int) -> None:
+        where, length = ctypes.c_void_p(base + at), ctypes.c_size_t(size // PAGE * PAGE)
+        if config.l1_use_hugepages and libc.madvise(where, length, 14):  # MADV_HUGEPAGE
+            once("huge pages were refused for shared memory; going on with 4 KiB pages")
+        if config.l1_mlock and libc.mlock(where, length):
+            once(f"mlock was refused ({os.strerror(ctypes.get_errno())}); raise LimitMEMLOCK; going on unlocked")
+
+    return prepare

@@ -1,0 +1,444 @@
+"""The data-path operations: REGISTER, LOOKUP, RETRIEVE, CONFIRM, RELEASE, STORE, COMMIT, ABORT, and the end of a client.
+
+One method per operation: check the request's fields, act on the arena, keep the books of the session, return the reply.
+`handle` guards them all: whatever goes wrong inside one becomes an `Error` reply to its sender.  Management operations
+are in admin.py.
+
+A LOOKUP that may wait (``wait_ms``) for a chunk that somebody is writing is answered ``pending`` and parked here under
+that entry; the entry's seal or end, or the deadline, completes it with one `LookupDone` and a write to the client's eventfd.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from kvkeep.daemon.sessions import LookupHandle, References, Session, StoreHandle
+from kvkeep.ipc import messages as m
+from kvkeep.ipc.messages import ErrorCode
+from kvkeep.shm.arena import Arena
+from kvkeep.shm.layout import MAX_SHARDS
+from kvkeep.shm.namespaces import Namespace, namespace_digest
+
+log = logging.getLogger("kvkeep.engine")
+
+MAX_HELD_CHUNKS = 1 << 20  # references and reservations one client may hold
+MAX_HANDLES = 65536  # per client
+MAX_WAIT_MS = 60_000
+_EMPTY = np.empty(0, dtype=np.int64)
+
+U64 = npt.NDArray[np.uint64]
+Send = Callable[[bytes, bytes, m.AnyReply], None]
+
+
+class Refusal(Exception):
+    """A request that cannot be served; becomes the `Error` reply."""
+
+    def __init__(self, code: ErrorCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(eq=False)
+class Waiting:
+    """A parked LOOKUP."""
+
+    handle: LookupHandle
+    identity: bytes
+    request_id: bytes
+    keys: U64
+    deadline: float
+    on: int  # the RESERVED entry it waits for; -1 = finished
+
+
+class Engine:
+    def __init__(self, arena: Arena, *, epoch: int, send: Send, notify: Callable[[Session], None]) -> None:
+        self.arena = arena
+        self.epoch = epoch
+        self.sessions: dict[bytes, Session] = {}
+        self.lookups: dict[int, LookupHandle] = {}
+        self.stores: dict[int, StoreHandle] = {}
+        self.counters = arena.counters
+        self.broken = ""  # an invariant that did not hold: health is degraded from then on
+        self._send, self._notify = send, notify
+        self._ids = itertools.count(secrets.randbits(48) << 8)
+        self._waiting: dict[int, list[Waiting]] = {}
+        self._deadlines: list[tuple[float, int, Waiting]] = []
+        self.operations: dict[type[Any], Callable[..., m.AnyReply | None]] = {
+            m.Ping: self.ping,
+            m.Register: self.register,
+            m.Lookup: self.lookup,
+            m.Retrieve: self.retrieve,
+            m.Confirm: self.confirm,
+            m.Release: self.release,
+            m.Store: self.store,
+            m.Commit: self.commit,
+            m.Abort: self.abort,
+        }
+
+    # ---- the border --------------------------------------------------------------------------------------------------
+
+    def handle(self, identity: bytes, request_id: bytes, request: m.AnyRequest) -> m.AnyReply | None:
+        session = self.sessions.get(request.lease)
+        if request.epoch != self.epoch:
+            return m.Error(
+                ErrorCode.STALE_EPOCH.value,
+                f"epoch {request.epoch} is over, attach again (now {self.epoch})",
+                self.epoch,
+            )
+        if session is None:
+            return m.Error(ErrorCode.UNKNOWN_LEASE.value, "this lease is not attached; attach again", self.epoch)
+        session.last_seen = time.monotonic()
+        try:
+            reply = self.operations[type(request)](session, request, identity, request_id)
+        except Refusal as e:
+            self.counters["refused_" + e.code.value] += 1
+            return m.Error(e.code.value, str(e), self.epoch)
+        except Exception as e:
+            log.exception("internal error in %s", type(request).__name__)
+            self.broken = f"internal error in {type(request).__name__}: {e}"
+            return m.Error(ErrorCode.INTERNAL.value, self.broken[:300], self.epoch)
+        if self.arena.settled:
+            self._wake()
+        return reply
+
+    def _keys(self, hashes: bytes) -> U64:
+        if len(hashes) % m.HASH_BYTES:
+            raise Refusal(ErrorCode.BAD_REQUEST, f"{len(hashes)} bytes of hashes are not a multiple of {m.HASH_BYTES}")
+        if len(hashes) > m.MAX_CHUNKS * m.HASH_BYTES:
+            raise Refusal(
+                ErrorCode.TOO_LARGE,
+                f"{len(hashes) // m.HASH_BYTES} chunks in one request, the limit is {m.MAX_CHUNKS}; use larger chunks",
+            )
+        return np.frombuffer(hashes, dtype=np.uint64).reshape(-1, 4)
+
+    def namespace_of(self, session: Session, namespace_id: int) -> Namespace:
+        """Only ids that this client registered: an id may mean something else by now."""
+        found = self.arena.namespaces.get(namespace_id) if namespace_id in session.namespaces else None
+        if found is None:
+            raise Refusal(ErrorCode.UNKNOWN_NAMESPACE, f"namespace {namespace_id} was not registered by this client")
+        return found
+
+    def _shard_of(self, namespace: Namespace, shard: int) -> int:
+        if not 0 <= shard < namespace.shards:
+            raise Refusal(ErrorCode.BAD_REQUEST, f"shard {shard} of a namespace with {namespace.shards}")
+        return shard
+
+    def _charge(self, session: Session, chunks: int) -> None:
+        if session.held_chunks + chunks > MAX_HELD_CHUNKS:
+            raise Refusal(
+                ErrorCode.LIMIT,
+                f"this client already holds {session.held_chunks} chunks, the limit is {MAX_HELD_CHUNKS}",
+            )
+        if len(session.lookups) + len(session.stores) >= MAX_HANDLES:
+            raise Refusal(ErrorCode.LIMIT, f"this client already holds {MAX_HANDLES} handles; release some")
+
+    # ---- operations --------------------------------------------------------------------------------------------------
+
+    def ping(self, session: Session, request: m.Ping, *_: bytes) -> m.AnyReply:
+        return m.Ok(self.epoch)
+
+    def register(self, session: Session, request: m.Register, *_: bytes) -> m.AnyReply:
+        if not 1 <= request.shards <= MAX_SHARDS:
+            raise Refusal(ErrorCode.BAD_REQUEST, f"{request.shards} shards, a chunk has 1 to {MAX_SHARDS}")
+        if not 0 < len(request.manifest) <= m.MAX_MANIFEST_BYTES:
+            raise Refusal(
+                ErrorCode.TOO_LARGE, f"a manifest of {len(request.manifest)} bytes, the limit is {m.MAX_MANIFEST_BYTES}"
+            )
+        if not 0 < request.shard_bytes <= self.arena.bytes_total:
+            raise Refusal(
+                ErrorCode.TOO_LARGE,
+                f"a shard of {request.shard_bytes} bytes does not fit an arena of {self.arena.bytes_total} bytes; "
+                "raise --l1-size-gb or use smaller chunks",
+            )
+        table = self.arena.namespaces
+        namespace = table.find(namespace_digest(request.manifest, request.shards, request.shard_bytes))
+        if namespace is None:
+            candidate = Namespace(0, b"", b"", request.shards, request.shard_bytes)
+            try:
+                self.arena.slabs.size_class(candidate.extent_bytes)
+            except ValueError as e:
+                raise Refusal(ErrorCode.TOO_LARGE, f"{e}; raise --l1-size-gb or use smaller chunks") from None
+            namespace = table.add(self._free_namespace_id(), request.manifest, request.shards, request.shard_bytes)
+            log.info("new namespace %d %s", namespace.id, namespace.digest.hex()[:16])
+        session.namespaces.add(namespace.id)
+        return m.Registered(self.epoch, namespace.id, namespace.digest, namespace.stride)
+
+    def _free_namespace_id(self) -> int:
+        table = self.arena.namespaces
+        free = table.free_id()
+        if free:
+            return free
+        wanted = set().union(*(s.namespaces for s in self.sessions.values()))
+        for namespace in table:
+            if not self.arena.entries_of[namespace.id] and namespace.id not in wanted:
+                table.remove(namespace)
+                return int(namespace.id)
+        raise Refusal(ErrorCode.LIMIT, f"all {len(table)} namespaces are in use; clear some with `kvkeep clear`")
+
+    def lookup(self, session: Session, request: m.Lookup, identity: bytes, request_id: bytes) -> m.AnyReply:
+        namespace = self.namespace_of(session, request.namespace)
+        keys = self._keys(request.hashes)
+        if not 0 <= request.readers <= 1024 or not 0 <= request.wait_ms <= MAX_WAIT_MS:
+            raise Refusal(
+                ErrorCode.BAD_REQUEST, f"readers {request.readers} (0..1024), wait_ms {request.wait_ms} (0..60000)"
+            )
+        prefix = self.arena.prefix(namespace, keys)
+        ready = len(prefix.entries)
+        self.counters["lookups"] += 1
+        self.counters["lookup_chunks"] += len(keys)
+        self.counters["lookup_chunks_hit"] += ready
+        waits = prefix.blocked_by >= 0 and request.wait_ms > 0 and request.readers > 0
+        if not (ready or waits) or not request.readers:
+            return m.LookupReply(self.epoch, 0, ready)
+        self._charge(session, len(keys) if waits else ready)
+        if ready > 1 and len(np.unique(prefix.entries)) != ready:
+            raise Refusal(ErrorCode.BAD_REQUEST, "the same hash stands twice in one chain")
+        self.arena.touch(namespace, prefix.entries)
+        handle = LookupHandle(
+            next(self._ids),
+            session,
+            namespace,
+            References(self.arena, prefix.entries),
+            [request.readers] * namespace.shards,
+        )
+        session.lookups[handle.id] = self.lookups[handle.id] = handle
+        session.held_chunks += ready
+        if waits:
+            deadline = time.monotonic() + request.wait_ms / 1000
+            waiting = Waiting(handle, identity, request_id, keys, deadline, -1)
+            heapq.heappush(self._deadlines, (deadline, handle.id, waiting))
+            self._park(waiting, prefix.blocked_by)
+        return m.LookupReply(self.epoch, handle.id, ready, waits)
+
+    def retrieve(self, session: Session, request: m.Retrieve, *_: bytes) -> m.AnyReply:
+        handle = self._lookup_handle(request.handle)
+        shard = self._shard_of(handle.namespace, request.shard)
+        start, end = request.start, request.start + request.count
+        if not 0 <= start < end <= len(handle.references):
+            raise Refusal(
+                ErrorCode.BAD_REQUEST, f"chunks {start}..{end} of a handle that holds {len(handle.references)}"
+            )
+        if not handle.readers[shard]:
+            raise Refusal(ErrorCode.UNKNOWN_HANDLE, f"all readers of shard {shard} have confirmed this handle")
+        entries = handle.references.entries[start:end]
+        records = self.arena.table.rows[entries]
+        session.reading[handle.id, shard] += 1
+        handle.reading += 1
+        self.counters["retrieves"] += 1
+        self.counters["retrieve_chunks"] += len(entries)
+        self.counters["retrieve_bytes"] += len(entries) * handle.namespace.shard_bytes
+        sums = (
+            records["checksums"][:, shard] if shard < records["checksums"].shape[1] else np.zeros(len(entries), "<u8")
+        )
+        return m.Extents(
+            self.epoch,
+            handle.namespace.shard_bytes,
+            (records["offset"] + np.uint64(shard * handle.namespace.stride)).tobytes(),
+            entries.astype(np.uint32).tobytes(),
+            records["generation"].tobytes(),
+            sums.tobytes(),
+        )
+
+    def confirm(self, session: Session, request: m.Confirm, *_: bytes) -> m.AnyReply:
+        handle = self._lookup_handle(request.handle)
+        shard = self._shard_of(handle.namespace, request.shard)
+        if session.reading.get((handle.id, shard)):
+            self._stop_reading(session, handle, shard)
+        if not handle.readers[shard]:
+            raise Refusal(ErrorCode.BAD_REQUEST, f"all readers of shard {shard} have confirmed already")
+        handle.readers[shard] -= 1
+        return m.Ok(self.epoch, self._drop_if_done(handle))
+
+    def _stop_reading(self, session: Session, handle: LookupHandle, shard: int) -> None:
+        """One RETRIEVE may be followed by others before the CONFIRM that ends them all."""
+        handle.reading -= session.reading.pop((handle.id, shard), 0)
+
+    def _drop_if_done(self, handle: LookupHandle) -> int:
+        if any(handle.readers) and (handle.owner is not None or handle.reading):
+            return 0
+        return self._drop_lookup(handle)
+
+    def _drop_lookup(self, handle: LookupHandle) -> int:
+        del self.lookups[handle.id]
+        dropped = handle.references.trim(0)
+        if handle.owner is not None:
+            handle.owner.lookups.pop(handle.id, None)
+            handle.owner.held_chunks -= dropped
+        return dropped
+
+    def _lookup_handle(self, handle_id: int) -> LookupHandle:
+        handle = self.lookups.get(handle_id)
+        if handle is None:
+            raise Refusal(ErrorCode.UNKNOWN_HANDLE, f"lookup handle {handle_id} does not exist (any more)")
+        return handle
+
+    def release(self, session: Session, request: m.Release, *_: bytes) -> m.AnyReply:
+        handle = session.lookups.get(request.handle)
+        if handle is None:
+            raise Refusal(ErrorCode.UNKNOWN_HANDLE, f"lookup handle {request.handle} is not held by this client")
+        if request.keep <= 0:
+            return m.Ok(self.epoch, self._drop_lookup(handle))
+        dropped = handle.references.trim(request.keep)
+        session.held_chunks -= dropped
+        return m.Ok(self.epoch, dropped)
+
+    def store(self, session: Session, request: m.Store, *_: bytes) -> m.AnyReply:
+        namespace = self.namespace_of(session, request.namespace)
+        shard = self._shard_of(namespace, request.shard)
+        keys = self._keys(request.hashes)
+        if not 0 <= request.start < len(keys):
+            raise Refusal(ErrorCode.BAD_REQUEST, f"start {request.start} of a chain of {len(keys)} chunks")
+        self._charge(session, len(keys))
+        if len(np.unique(keys[:, 0])) != len(keys) and len(np.unique(keys, axis=0)) != len(keys):
+            raise Refusal(ErrorCode.BAD_REQUEST, "the same hash stands twice in one chain")
+        grant = self.arena.reserve(namespace, keys, request.start, shard)
+        self.counters["stores"] += 1
+        self.counters["store_chunks"] += len(grant.granted)
+        if not len(grant.granted):
+            return m.StoreReply(self.epoch, 0, namespace.shard_bytes, grant.verdicts.tobytes(), b"", grant.missing)
+        handle = StoreHandle(
+            next(self._ids), session, namespace, shard, grant.granted, References(self.arena, grant.chain)
+        )
+        session.stores[handle.id] = self.stores[handle.id] = handle
+        session.held_chunks += len(grant.granted) + len(grant.chain)
+        offsets = self.arena.table.offset[grant.granted] + np.uint64(shard * namespace.stride)
+        return m.StoreReply(
+            self.epoch, handle.id, namespace.shard_bytes, grant.verdicts.tobytes(), offsets.tobytes(), grant.missing
+        )
+
+    def commit(self, session: Session, request: m.Commit, *_: bytes) -> m.AnyReply:
+        handle = self._store_handle(session, request.handle)
+        n = len(handle.granted)
+        if len(request.results) != n or len(request.checksums) not in (0, 8 * n):
+            raise Refusal(
+                ErrorCode.BAD_REQUEST,
+                f"{len(request.results)} results and {len(request.checksums)} bytes of checksums for {n} chunks",
+            )
+        good = np.frombuffer(request.results, dtype=np.uint8) == 1
+        sums = np.frombuffer(request.checksums, dtype=np.uint64) if request.checksums else None
+        outcomes = self.arena.commit(handle.granted, handle.shard, good, sums)
+        self._drop_store(handle)
+        self.counters["commits"] += 1
+        self.counters["commit_bytes"] += int(good.sum()) * handle.namespace.shard_bytes
+        return m.CommitReply(self.epoch, outcomes.tobytes())
+
+    def abort(self, session: Session, request: m.Abort, *_: bytes) -> m.AnyReply:
+        handle = self._store_handle(session, request.handle)
+        self.arena.commit(handle.granted, handle.shard, np.zeros(len(handle.granted), dtype=bool), None)
+        self._drop_store(handle)
+        return m.Ok(self.epoch, len(handle.granted))
+
+    def _store_handle(self, session: Session, handle_id: int) -> StoreHandle:
+        handle = session.stores.get(handle_id)
+        if handle is None:
+            raise Refusal(ErrorCode.UNKNOWN_HANDLE, f"store handle {handle_id} is not held by this client")
+        return handle
+
+    def _drop_store(self, handle: StoreHandle) -> None:
+        handle.owner.held_chunks -= len(handle.granted) + len(handle.chain)
+        handle.chain.trim(0)
+        del self.stores[handle.id]
+        del handle.owner.stores[handle.id]
+
+    # ---- waiting lookups ---------------------------------------------------------------------------------------------
+
+    def _park(self, waiting: Waiting, entry: int) -> None:
+        waiting.on = entry
+        self._waiting.setdefault(entry, []).append(waiting)
+        self.arena.watch.add(entry)
+
+    def _wake(self) -> None:
+        while self.arena.settled:
+            settled, self.arena.settled = self.arena.settled, []
+            for entry in settled:
+                self.arena.watch.discard(entry)
+                for waiting in self._waiting.pop(entry, ()):
+                    self._look_again(waiting, time.monotonic() >= waiting.deadline)
+
+    def _look_again(self, waiting: Waiting, final: bool) -> None:
+        handle = waiting.handle
+        waiting.on = -1
+        if self.lookups.get(handle.id) is not handle or handle.owner is None:
+            return  # released, or its owner died
+        had = len(handle.references)
+        prefix = self.arena.prefix(handle.namespace, waiting.keys)
+        if len(prefix.entries) > had:
+            new = prefix.entries[had:]
+            if len(np.unique(prefix.entries)) == len(prefix.entries):
+                self.arena.touch(handle.namespace, prefix.entries)
+                handle.references.extend(new)
+                handle.owner.held_chunks += len(new)
+                self.counters["lookup_chunks_hit"] += len(new)
+        if prefix.blocked_by >= 0 and not final:
+            self._park(waiting, prefix.blocked_by)
+            return
+        ready = len(handle.references)
+        owner = handle.owner
+        if not ready:
+            self._drop_lookup(handle)
+        self._send(waiting.identity, waiting.request_id, m.LookupDone(self.epoch, handle.id if ready else 0, ready))
+        self._notify(owner)
+
+    @property
+    def waiting(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    def next_deadline(self) -> float | None:
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def expire(self, now: float) -> None:
+        while self._deadlines and self._deadlines[0][0] <= now:
+            waiting = heapq.heappop(self._deadlines)[2]
+            if waiting.on >= 0:
+                others = self._waiting.get(waiting.on, [])
+                if waiting in others:
+                    others.remove(waiting)
+                self._look_again(waiting, final=True)
+
+    # ---- sessions ----------------------------------------------------------------------------------------------------
+
+    def open_session(self, session: Session) -> None:
+        self.sessions[session.token] = session
+
+    def close_session(self, session: Session) -> None:
+        """The client is gone: everything it held goes with it.  Costs what it held."""
+        del self.sessions[session.token]
+        for store in list(session.stores.values()):
+            self.arena.abandon(store.granted, store.shard)
+            self._drop_store(store)
+        for (handle_id, shard), _ in list(session.reading.items()):
+            handle = self.lookups.get(handle_id)
+            if handle is not None:
+                self._stop_reading(session, handle, shard)
+                handle.readers[shard] = max(0, handle.readers[shard] - 1)
+                self._drop_if_done(handle)
+        for handle in list(session.lookups.values()):
+            if handle.reading:  # another client copies from it now; its confirmation or death ends it
+                handle.owner = None
+            else:
+                self._drop_lookup(handle)
+        session.lookups.clear()
+        if self.arena.settled:
+            self._wake()
+
+    def held(self) -> tuple[Counter[int], Counter[int]]:
+        """(references, shards being written) per entry, by the handles' own account."""
+        references: Counter[int] = Counter()
+        writing: Counter[int] = Counter()
+        generation = self.arena.table.generation
+        every = [h.references for h in self.lookups.values()] + [h.chain for h in self.stores.values()]
+        for held in every:
+            references.update(held.entries[generation[held.entries] == held.generations].tolist())
+        for store in self.stores.values():
+            writing.update(store.granted.tolist())
+        return references, writing

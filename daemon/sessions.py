@@ -1,0 +1,95 @@
+"""Who holds what: one session per attached client, and the handles it owns.
+
+    Session ── LookupHandle   references on a sealed prefix, until its readers confirmed, RELEASE, or its owner's death
+            ── StoreHandle    reservations of one shard, and references on the rest of the chain, until COMMIT or ABORT
+            ── reading        shares of lookup handles (its own or another client's) that it is copying from now
+
+Every reference and reservation in the arena is owned by exactly one handle here, so the end of a session costs what that
+client held, and `held` can be compared with the arena's counts at any time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+from kvkeep.ipc.attach import Credentials
+from kvkeep.shm.arena import Arena
+from kvkeep.shm.namespaces import Namespace
+
+I64 = npt.NDArray[np.int64]
+U32 = npt.NDArray[np.uint32]
+
+
+class References:
+    """References on distinct entries, remembered with the generations they were taken under."""
+
+    __slots__ = ("_arena", "entries", "generations")
+
+    def __init__(self, arena: Arena, entries: I64) -> None:
+        self._arena = arena
+        self.entries = entries
+        self.generations: U32 = arena.table.generation[entries]
+        arena.acquire(entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def extend(self, entries: I64) -> None:
+        self._arena.acquire(entries)
+        self.entries = np.concatenate((self.entries, entries))
+        self.generations = np.concatenate((self.generations, self._arena.table.generation[entries]))
+
+    def trim(self, keep: int) -> int:
+        """Give back all but the first ``keep``.  Returns how many went."""
+        dropped = len(self.entries) - keep
+        if dropped > 0:
+            self._arena.release(self.entries[keep:], self.generations[keep:])
+            self.entries, self.generations = self.entries[:keep], self.generations[:keep]
+        return max(dropped, 0)
+
+
+@dataclass(eq=False)
+class LookupHandle:
+    id: int
+    owner: Session | None  # None: the owner died while others still read
+    namespace: Namespace
+    references: References
+    readers: list[int]  # confirmations still expected, per shard
+    reading: int = 0  # shares being copied from now, by any session
+
+
+@dataclass(eq=False)
+class StoreHandle:
+    id: int
+    owner: Session
+    namespace: Namespace
+    shard: int
+    granted: I64
+    chain: References
+
+
+@dataclass(eq=False)
+class Session:
+    lease_id: int
+    token: bytes
+    credentials: Credentials
+    name: str
+    mapped: bool
+    lookups: dict[int, LookupHandle] = field(default_factory=dict)
+    stores: dict[int, StoreHandle] = field(default_factory=dict)
+    reading: Counter[tuple[int, int]] = field(default_factory=Counter)  # (lookup handle, shard)
+    namespaces: set[int] = field(default_factory=set)  # registered by this client
+    last_seen: float = field(default_factory=time.monotonic)
+    held_chunks: int = 0  # over all handles: bounded, see engine.MAX_HELD_CHUNKS
+
+    @property
+    def references(self) -> int:
+        return sum(len(h.references) for h in self.lookups.values()) + sum(len(h.chain) for h in self.stores.values())
+
+    @property
+    def reserved_bytes(self) -> int:
+        return sum(len(h.granted) * h.namespace.extent_bytes for h in self.stores.values())

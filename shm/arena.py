@@ -1,0 +1,500 @@
+"""The arena: what is in L1, as operations on whole chains of chunks.
+
+This ties the parts together and keeps them in step; each part owns one thing:
+
+    table.py      records and their states          slabs.py      extents
+    index.py      key -> entry                      recency.py    eviction order, one per size class
+    heads.py      which RESERVED waits for which     namespaces.py identity
+    here          who writes which shard (`_taken`), what is given up but still written (`_doomed`), quarantine
+
+Ownership of references and reservations is the caller's (see daemon/sessions.py); here are only the counts, and
+`check_integrity` compares them with what the caller says it holds.  Nothing here blocks or touches the data segment.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from kvkeep.shm.heads import Heads
+from kvkeep.shm.index import Index
+from kvkeep.shm.layout import State
+from kvkeep.shm.namespaces import Namespace, NamespaceTable
+from kvkeep.shm.recency import POLICIES, Clock, LruOrder
+from kvkeep.shm.slabs import SizeClass, Slabs
+from kvkeep.shm.table import EntryTable
+
+I64 = npt.NDArray[np.int64]
+U64 = npt.NDArray[np.uint64]
+U8 = npt.NDArray[np.uint8]
+
+QUARANTINE_S = 1.0  # extents of a dead writer rest this long: a device may still be writing for it
+EVICT_STEP = 128  # entries per background step, well under a millisecond
+INCOMPLETE_S = 60.0  # some ranks stored their shard of a chunk, the others never came: given up after this
+DEMAND_LIMIT = 4096  # entries one reservation may evict from other size classes
+_STATE_WORD = 18  # of a record: state (low half), references (high half)
+_LOW = np.uint64(0xFFFFFFFF)
+
+# STORE verdicts, as in ipc.messages.Verdict (shm does not import ipc)
+GRANTED, PRESENT, BUSY, FULL, ORPHAN = range(5)
+# COMMIT outcomes, as in ipc.messages.Outcome
+SEALED, WAITING, ABORTED, LOST = range(4)
+
+
+class Prefix(NamedTuple):
+    entries: I64  # the sealed prefix
+    blocked_by: int  # the RESERVED entry right after it, -1 = none
+
+
+class Grant(NamedTuple):
+    verdicts: U8  # per chunk from start
+    granted: I64  # entries, in chain order
+    chain: I64  # every other resident entry of the chain: to be referenced while the store runs
+    missing: int  # position of the first absent head before start, -1 = none
+
+
+class Arena:
+    def __init__(
+        self,
+        table: EntryTable,
+        namespaces: NamespaceTable,
+        slabs: Slabs,
+        *,
+        policy: str = "LRU",
+        watermark: float = 0.95,
+        ratio: float = 0.05,
+    ) -> None:
+        self.table = table
+        self.namespaces = namespaces
+        self.slabs = slabs
+        self.index = Index(table.words)
+        self.heads = Heads(table.capacity)
+        self.clock = Clock()
+        self.counters: Counter[str] = Counter()
+        self.entries_of: Counter[int] = Counter()  # per namespace, RESERVED included
+        self.watch: set[int] = set()  # entries whose next seal or free goes to `settled`
+        self.settled: list[int] = []
+        self.bytes_reserved = 0
+        self.reserving = True  # memory is still being made ready: wait for it rather than evict
+        self.bytes_total = slabs.units * slabs.slab_bytes
+        self._policy = POLICIES[policy]
+        self._watermark, self._ratio = watermark, ratio
+        self._draining_to: int | None = None  # bytes; a watermark eviction is under way
+        self._orders: dict[int, LruOrder] = {}
+        self._taken = np.zeros(table.capacity, dtype=np.uint64)  # shards being written
+        self._doomed = np.zeros(table.capacity, dtype=bool)  # given up, but a writer is still at it
+        self._quarantine: deque[tuple[float, I64]] = deque()
+        self._incomplete: deque[tuple[float, I64, npt.NDArray[np.uint32]]] = deque()
+        self.bytes_quarantined = 0
+        self._hold_quarantine = False
+
+    # ---- reading -----------------------------------------------------------------------------------------------------
+
+    def prefix(self, namespace: Namespace, keys: U64) -> Prefix:
+        """The longest sealed prefix of a chain of keys (n, 4)."""
+        found = self.index.find(keys, namespace.id)
+        state = found.records[:, _STATE_WORD] & _LOW
+        there = found.entries >= 0
+        sealed = there & (state == State.SEALED)
+        n = len(keys) if sealed.all() else int(sealed.argmin())
+        blocked = n < len(keys) and there[n] and int(state[n]) == State.RESERVED
+        return Prefix(found.entries[:n], int(found.entries[n]) if blocked else -1)
+
+    def touch(self, namespace: Namespace, chain: I64) -> None:
+        """Entries of one chain, root first, become the most recent ones."""
+        if len(chain):
+            self._order(namespace.extent_bytes).touch(chain, self.clock.stamps(len(chain)))
+
+    def acquire(self, entries: I64) -> None:
+        """One more reference on each; ``entries`` are distinct."""
+        self.table.references[entries] += np.uint32(1)
+
+    def release(self, entries: I64, generations: npt.NDArray[np.uint32]) -> None:
+        """One reference less on each that is still what it was when acquired."""
+        same = self.table.generation[entries] == generations
+        if not same.all():
+            entries = entries[same]
+        self.table.references[entries] -= np.uint32(1)
+        for extent in {int(e) for e in self.table.extent_bytes[entries[:1]]}:
+            self._order(extent).released()
+
+    def references_dropped(self) -> None:
+        """References were lowered behind our back: entries that could not go may go now."""
+        for order in self._orders.values():
+            order.released()
+
+    def release_all(self) -> None:
+        """No reference of an earlier epoch is honoured any longer.  Only when no current one exists."""
+        self.table.references[self.table.used()] = 0
+        self.references_dropped()
+
+    # ---- storing -----------------------------------------------------------------------------------------------------
+
+    def reserve(self, namespace: Namespace, keys: U64, start: int, shard: int) -> Grant:
+        """Extents for the chunks from ``start`` on that are missing (or miss this shard).  Touches the whole chain."""
+        n = len(keys)
+        found = self.index.find(keys, namespace.id)
+        entries = found.entries
+        absent = entries < 0
+        verdicts = np.zeros(n - start, dtype=np.uint8)
+        if absent[:start].any():
+            verdicts[:] = ORPHAN
+            return Grant(verdicts, np.empty(0, np.int64), np.empty(0, np.int64), int(absent[:start].argmax()))
+        state = found.records[:, _STATE_WORD] & _LOW
+        state[absent] = 0
+        verdicts[state[start:] == State.SEALED] = PRESENT
+        writing = np.flatnonzero(state[start:] == State.RESERVED)
+        joined = self._join(entries[start:][writing], shard, namespace.shards, verdicts, writing)
+        wanted = np.flatnonzero(absent[start:])
+        dying = (state == State.RESERVED) & self._doomed[entries]
+        if dying.any():  # nothing can be hung on a head that is being given up
+            after = np.arange(n) > int(dying.argmax())
+            verdicts[(absent & after)[start:]] = BUSY
+            wanted = np.flatnonzero((absent & ~after)[start:])
+        made = self._make(namespace, keys[start:], wanted, entries, start, shard)
+        if len(made) < len(wanted):
+            first_refused = int(wanted[len(made)])
+            verdicts[first_refused:][absent[start:][first_refused:]] = FULL
+            self.counters["stores_refused_full"] += len(wanted) - len(made)
+        granted_at = np.concatenate((writing[joined], wanted[: len(made)])) if len(joined) else wanted[: len(made)]
+        entries[start:][wanted[: len(made)]] = made
+        resident = entries[entries >= 0]
+        self.touch(namespace, resident)
+        granted_at = np.sort(granted_at)
+        verdicts[granted_at] = GRANTED
+        granted = entries[start:][granted_at]
+        own = np.zeros(n, dtype=bool)
+        own[start:][granted_at] = True
+        return Grant(verdicts, granted, entries[(entries >= 0) & ~own], -1)
+
+    def _join(self, entries: I64, shard: int, shards: int, verdicts: U8, at: I64) -> I64:
+        """Another rank started these chunks: take this shard of them where it is free.  Positions within ``at``."""
+        if not len(entries):
+            return at
+        bit = np.uint64(1 << shard)
+        done = (self.table.shard_mask[entries] & bit) != 0
+        taken = (self._taken[entries] & bit) != 0
+        free = ~done & ~taken & ~self._doomed[entries] if shards > 1 else np.zeros(len(entries), dtype=bool)
+        verdicts[at[done]] = PRESENT
+        verdicts[at[~done & ~free]] = BUSY
+        self._taken[entries[free]] |= bit
+        return np.flatnonzero(free)
+
+    def _make(self, namespace: Namespace, keys: U64, wanted: I64, entries: I64, start: int, shard: int) -> I64:
+        """New RESERVED entries for the first so many of ``wanted``, hung on their heads."""
+        if not len(wanted):
+            return wanted
+        extent = namespace.extent_bytes
+        cls = self.slabs.size_class(extent)
+        held = entries[entries >= 0]
+        self.acquire(held)  # what makes room must not take this chain's own head
+        try:
+            offsets = self._take(cls, len(wanted))
+        finally:
+            self.table.references[held] -= np.uint32(1)
+            self._order(extent).released()
+        if not len(offsets):
+            return wanted[:0]
+        wanted = wanted[: len(offsets)]
+        new_keys = keys[wanted]
+        made = self.table.reserve(
+            new_keys,
+            namespace.id,
+            offsets,
+            extent_bytes=extent,
+            shard_bytes=namespace.shard_bytes,
+            shards=namespace.shards,
+        )
+        self.index.insert(new_keys, namespace.id, made)
+        self._taken[made] = np.uint64(1 << shard)
+        self._doomed[made] = False
+        self.entries_of[namespace.id] += len(made)
+        self.bytes_reserved += extent * len(made)
+        breaks = np.flatnonzero(np.diff(wanted) != 1) + 1
+        for run, at in zip(np.split(made, breaks), np.split(wanted, breaks), strict=True):
+            position = start + int(at[0])
+            head = int(entries[position - 1]) if position else -1
+            waits = head >= 0 and self.table.state[head] == State.RESERVED
+            self.heads.hang_run(run, head if waits else -1)
+        return made
+
+    def commit(self, granted: I64, shard: int, good: npt.NDArray[np.bool_], checksums: U64 | None) -> U8:
+        """The writer of ``shard`` has finished with ``granted`` (chain order).  Outcome per entry."""
+        bit = np.uint64(1 << shard)
+        table = self.table
+        if not len(granted):
+            return np.empty(0, dtype=np.uint8)
+        self._taken[granted] &= ~bit
+        if good.all() and not self._doomed[granted].any():
+            table.shard_mask[granted] |= bit
+            if checksums is not None:
+                table.set_checksums(granted, shard, checksums)
+            if int(table.shards[granted[0]]) == 1 and self.heads.is_plain_run(granted):
+                self.heads.settle_run(granted)
+                self._seal(granted)
+                return np.full(len(granted), SEALED, dtype=np.uint8)
+            self._seal_complete(granted)
+            self._await_other_shards(granted)
+            return np.where(table.state[granted] == State.SEALED, SEALED, WAITING).astype(np.uint8)
+        outcomes = np.full(len(granted), LOST, dtype=np.uint8)
+        generation = table.generation[granted].copy()
+        for i, entry in enumerate(granted):
+            if self._gone(int(entry), int(generation[i])):
+                continue
+            if self._doomed[entry]:
+                self._free_doomed([int(entry)], quarantine=False)
+            elif not good[i]:
+                outcomes[i] = ABORTED
+                self.give_up(int(entry), quarantine=False)
+            else:
+                table.shard_mask[entry] |= bit
+                if checksums is not None:
+                    table.set_checksums(granted[i : i + 1], shard, checksums[i : i + 1])
+                outcomes[i] = WAITING
+        kept = granted[outcomes == WAITING]
+        self._seal_complete(kept)
+        self._await_other_shards(kept)
+        outcomes[(outcomes == WAITING) & (table.state[granted] == State.SEALED)] = SEALED
+        gone = (outcomes == WAITING) & (table.generation[granted] != generation)
+        outcomes[gone] = LOST
+        return outcomes
+
+    def abandon(self, granted: I64, shard: int) -> None:
+        """The writer of ``shard`` died: what it had reserved is given up and rests in quarantine."""
+        self._taken[granted] &= ~np.uint64(1 << shard)
+        generation = self.table.generation[granted].copy()
+        for entry, gen in zip(granted, generation, strict=True):
+            if not self._gone(int(entry), int(gen)):
+                if self._doomed[entry]:
+                    self._free_doomed([int(entry)], quarantine=True)
+                else:
+                    self.give_up(int(entry), quarantine=True)
+
+    def give_up(self, entry: int, *, quarantine: bool) -> None:
+        """A RESERVED entry will never be complete; nor will what hangs on it."""
+        lost = self.heads.cut(entry)
+        self._doomed[lost] = True
+        self._free_doomed(lost, quarantine=quarantine)
+
+    def _gone(self, entry: int, generation: int) -> bool:
+        return self.table.state[entry] != State.RESERVED or int(self.table.generation[entry]) != generation
+
+    def _free_doomed(self, entries: list[int], *, quarantine: bool) -> None:
+        ready = np.array([e for e in entries if not self._taken[e]], dtype=np.int64)
+        if len(ready):
+            self.counters["entries_given_up"] += len(ready)
+            self.bytes_reserved -= int(self.table.extent_bytes[ready].sum())
+            self._forget(ready, quarantine=quarantine)
+
+    def _seal(self, entries: I64) -> None:
+        self.table.seal(entries)
+        self.bytes_reserved -= int(self.table.extent_bytes[entries[0]]) * len(entries)
+        self._notice(entries)
+
+    def _seal_complete(self, entries: I64) -> None:
+        """Seal those that have all shards and a sealed head, and whatever was only waiting for them."""
+        table = self.table
+        stack = [int(e) for e in entries[::-1]]
+        while stack:
+            entry = stack.pop()
+            full = (1 << int(table.shards[entry])) - 1
+            if (
+                table.state[entry] == State.RESERVED
+                and not self._doomed[entry]
+                and int(table.shard_mask[entry]) == full
+                and self.heads.rooted(entry)
+            ):
+                stack.extend(self.heads.settle(entry))
+                self._seal(np.array([entry], dtype=np.int64))
+
+    def _await_other_shards(self, entries: I64) -> None:
+        entries = entries[(self.table.state[entries] == State.RESERVED) & (self.table.shards[entries] > 1)]
+        if len(entries):
+            deadline = self.now + INCOMPLETE_S
+            self._incomplete.append((deadline, entries, self.table.generation[entries].copy()))
+
+    def end_incomplete(self) -> None:
+        """Give up chunks that some ranks stored and nobody completes."""
+        while self._incomplete and self._incomplete[0][0] <= self.now:
+            _, entries, generations = self._incomplete.popleft()
+            for entry, generation in zip(entries, generations, strict=True):
+                full = (1 << int(self.table.shards[entry])) - 1
+                if self._gone(int(entry), int(generation)) or self._doomed[entry] or self._taken[entry]:
+                    continue  # a writer that is at it now queues it again when it commits
+                if int(self.table.shard_mask[entry]) != full:
+                    self.counters["entries_incomplete"] += 1
+                    self.give_up(int(entry), quarantine=False)
+
+    def next_incomplete_end(self) -> float | None:
+        return self._incomplete[0][0] if self._incomplete else None
+
+    # ---- making room -------------------------------------------------------------------------------------------------
+
+    def _take(self, cls: SizeClass, n: int) -> I64:
+        """Up to n extents (and as many free records), evicting if that is what it takes."""
+        n = min(n, self.bytes_total // cls.extent + 1)
+        while self.table.free_count < n:
+            if self.reserving or not self._evict_from(self._least_recent(), max(EVICT_STEP, n)):
+                break
+        n = min(n, self.table.free_count)
+        offsets = self.slabs.take(cls, n)
+        if len(offsets) < n and not self.reserving:
+            self._make_room(cls, n - len(offsets))
+            offsets = np.concatenate((offsets, self.slabs.take(cls, n - len(offsets))))
+        return offsets
+
+    def _make_room(self, cls: SizeClass, n: int) -> None:
+        """Evict until ``n`` extents of the class are free or can be made, or nothing more can go.
+
+        Whoever holds the least recent entry gives way.  If that is another class, it is evicted in its own order until
+        one of its slabs is empty; if its slabs will not come free, the class falls back on its own entries.
+        """
+        limit = DEMAND_LIMIT
+        while cls.free < n:
+            oldest = self._least_recent()
+            if oldest is not None and oldest != cls.extent and limit > 0:
+                evicted = self._evict_from(oldest, EVICT_STEP)
+                limit -= evicted
+                if self.slabs.grow(cls) or evicted:
+                    continue
+            if self.slabs.grow(cls):
+                continue
+            if not self._evict_from(cls.extent, n - cls.free):
+                break
+
+    def _least_recent(self) -> int | None:
+        """The size class that holds the least recent entry."""
+        stamps = {extent: order.oldest() for extent, order in self._orders.items() if order.evicts}
+        stamps = {extent: stamp for extent, stamp in stamps.items() if stamp}
+        return min(stamps, key=stamps.__getitem__) if stamps else None
+
+    def _evict_from(self, extent: int | None, want: int) -> int:
+        if extent is None:
+            return 0
+        victims = self._order(extent).pop(want, self._evictable)
+        if len(victims):
+            self.counters["entries_evicted"] += len(victims)
+            self.counters["bytes_evicted"] += len(victims) * extent
+            self.table.begin_evict(victims)
+            self._forget(victims, quarantine=False)
+        return len(victims)
+
+    def _evictable(self, entries: I64) -> npt.NDArray[np.bool_]:
+        word = self.table.words[entries, _STATE_WORD]
+        return word == np.uint64(State.SEALED)  # and no references, which are the upper half
+
+    def evict_step(self) -> bool:
+        """One bounded step of watermark eviction.  True = there is more to do."""
+        used = self.slabs.bytes_used
+        if self._draining_to is None:
+            if used <= self._watermark * self.bytes_total:
+                return False
+            self._draining_to = max(0, int((self._watermark - self._ratio) * self.bytes_total))
+        if used <= self._draining_to or not self._evict_from(self._least_recent(), EVICT_STEP):
+            self._draining_to = None
+            return False
+        return True
+
+    def housekeep(self) -> bool:
+        """One bounded step of log compaction.  True = there is more to do."""
+        return any(order.squeeze(self.slabs.classes[extent].used) for extent, order in self._orders.items())
+
+    def drop(self, entries: I64) -> int:
+        """Remove those of ``entries`` that are sealed and not referenced.  Returns how many."""
+        entries = entries[self._evictable(entries)]
+        if len(entries):
+            self.counters["entries_deleted"] += len(entries)
+            self.table.begin_evict(entries)
+            self._forget(entries, quarantine=False)
+        return len(entries)
+
+    def _forget(self, entries: I64, *, quarantine: bool) -> None:
+        table = self.table
+        namespaces = table.namespace[entries].astype(np.uint64)
+        offsets = table.offset[entries].astype(np.int64)
+        self.index.remove(table.keys[entries], namespaces, entries)
+        for namespace, count in zip(*np.unique(namespaces, return_counts=True), strict=True):
+            self.entries_of[int(namespace)] -= int(count)
+        if quarantine:
+            self.quarantine(offsets, int(table.extent_bytes[entries].sum()))
+        else:
+            self.slabs.give(offsets)
+        table.free(entries)
+        self._notice(entries)
+
+    def _notice(self, entries: I64) -> None:
+        if self.watch:
+            self.settled.extend(int(e) for e in entries if int(e) in self.watch)
+
+    # ---- quarantine --------------------------------------------------------------------------------------------------
+
+    now = 0.0  # set by the loop: time.monotonic() of the current round
+
+    def quarantine(self, offsets: I64, size: int) -> None:
+        self._quarantine.append((self.now + QUARANTINE_S, offsets))
+        self.bytes_quarantined += size
+
+    def hold_quarantine(self, hold: bool) -> None:
+        """While clients of an earlier epoch may still be writing, nothing leaves quarantine."""
+        self._hold_quarantine = hold
+
+    def next_quarantine_end(self) -> float | None:
+        return self._quarantine[0][0] if self._quarantine and not self._hold_quarantine else None
+
+    def end_quarantine(self) -> None:
+        while self._quarantine and not self._hold_quarantine and self._quarantine[0][0] <= self.now:
+            _, offsets = self._quarantine.popleft()
+            owner = self.slabs.extent_sizes(offsets)
+            self.bytes_quarantined -= int(owner.sum())
+            self.slabs.give(offsets)
+
+    # ---- the rest ----------------------------------------------------------------------------------------------------
+
+    def _order(self, extent: int) -> LruOrder:
+        order = self._orders.get(extent)
+        if order is None:
+            order = self._orders[extent] = self._policy(self.table.recency)
+        return order
+
+    def adopt_order(self, extent: int, entries: I64, stamps: U64) -> None:
+        self._order(extent).adopt(entries, stamps)
+
+    @property
+    def bytes_evictable(self) -> int:
+        """O(entries): for status, not for decisions."""
+        used = self.table.used()
+        return int(self.table.extent_bytes[used[self._evictable(used)]].sum())
+
+    def check_integrity(self, references: Counter[int], writing: Counter[int]) -> None:
+        """Raise AssertionError, naming the broken rule, unless everything adds up.
+
+        ``references``: entry -> references that the owners say they hold; ``writing``: entry -> shards being written.
+        """
+        table = self.table
+        table.check_integrity()
+        used = table.used()
+        sealed = used[table.state[used] == State.SEALED]
+        reserved = used[table.state[used] == State.RESERVED]
+        self.index.check_integrity(table.keys[used], table.namespace[used].astype(np.uint64), used)
+        resting = [offsets for _, offsets in self._quarantine]
+        offsets = np.concatenate([table.offset[used].astype(np.int64), *resting])
+        sizes = np.concatenate([table.extent_bytes[used].astype(np.int64), *map(self.slabs.extent_sizes, resting)])
+        self.slabs.check_integrity(offsets, sizes)
+        self.heads.check_integrity(reserved)
+        counted = {int(e): int(table.references[e]) for e in used if table.references[e]}
+        if counted != {e: n for e, n in references.items() if n}:
+            raise AssertionError(f"references: {sum(counted.values())} counted, {sum(references.values())} owned")
+        taken = {int(e): int(self._taken[e]).bit_count() for e in reserved if self._taken[e]}
+        if taken != {e: n for e, n in writing.items() if n}:
+            raise AssertionError(f"reservations: {sum(taken.values())} being written, {sum(writing.values())} owned")
+        size = int(table.extent_bytes[reserved].sum())
+        if size != self.bytes_reserved:
+            raise AssertionError(f"reservations: {size} bytes RESERVED, {self.bytes_reserved} counted")
+        if +self.entries_of != +Counter(table.namespace[used].tolist()):
+            raise AssertionError("namespaces: the entries per namespace are miscounted")
+        ordered = [order.members() for order in self._orders.values()]
+        members = np.concatenate(ordered) if ordered else np.empty(0, np.int64)
+        if len(np.unique(members)) != len(members) or not np.isin(sealed, members).all():
+            raise AssertionError("recency: a sealed entry is in no eviction order, or in one twice")
