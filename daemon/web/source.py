@@ -1,0 +1,69 @@
+"""The daemon's stats page as a document.
+
+The meta segment is mapped read-only.  The document is decoded at most every `CACHE_S`, however many ask.  Its field
+``monotonic_s`` says when the control process wrote it (the clock is the same in both processes): an old one means that
+control is stuck, since it writes at least every few seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import threading
+import time
+from typing import Any
+
+import numpy as np
+
+from kvkeep.shm.layout import ENTRY_OFFSET
+from kvkeep.shm.stats import read_stats
+
+CACHE_S = 0.1
+STALE_AFTER_S = 10.0
+
+
+class StatsSource:
+    def __init__(self, fd: int) -> None:
+        """``fd`` of the meta segment; it is closed here, the mapping stays."""
+        try:
+            self._map = mmap.mmap(fd, ENTRY_OFFSET, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        finally:
+            os.close(fd)
+        self._meta = np.frombuffer(self._map, dtype=np.uint8)
+        self._lock = threading.Lock()
+        self._document: dict[str, Any] = {}
+        self._read_at = -CACHE_S
+
+    def document(self) -> dict[str, Any]:
+        """The latest one; empty until the first was written."""
+        with self._lock:
+            now = time.monotonic()
+            if now - self._read_at >= CACHE_S:
+                self._read_at = now
+                try:
+                    document = json.loads(read_stats(self._meta) or b"{}")
+                except ValueError:
+                    document = {}
+                if isinstance(document, dict) and document:
+                    self._document = document
+            return self._document
+
+
+def age_s(document: dict[str, Any]) -> float:
+    """Seconds since control wrote it; 0 when it does not tell."""
+    written = document.get("monotonic_s")
+    return max(0.0, time.monotonic() - written) if isinstance(written, (int, float)) else 0.0
+
+
+def problems(document: dict[str, Any]) -> list[str]:
+    """Why the daemon is not ready; empty when it is."""
+    if not document:
+        return ["the daemon has not written its first statistics yet"]
+    found = []
+    age = age_s(document)
+    if age > STALE_AFTER_S:
+        found.append(f"the control process has written no statistics for {age:.0f} s: it hangs or is stopped")
+    if document.get("health") != "ok":
+        found.extend(str(reason) for reason in document.get("reasons") or ["degraded"])
+    return found
