@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
 from kvkeep.daemon.engine import Engine, Refusal
 from kvkeep.daemon.sessions import References, Session
 from kvkeep.ipc import messages as m
@@ -30,7 +31,12 @@ MAX_PAGE = 10_000
 MAX_LISTED_CLIENTS = 256
 
 # So that a reader can count on every name from the first moment on.
-COUNTERS = ["lookups", "lookup_chunks", "lookup_chunks_hit", "retrieves", "retrieve_chunks", "retrieve_bytes", "stores", "store_chunks", "stores_refused_full", "commits", "commit_bytes", "entries_evicted", "bytes_evicted", "entries_given_up", "entries_incomplete", "entries_deleted", "attaches", "detaches", "attach_refused", "requests", "malformed"]
+COUNTERS = (
+    *("lookups", "lookup_chunks", "lookup_chunks_hit", "retrieves", "retrieve_chunks", "retrieve_bytes"),
+    *("stores", "store_chunks", "stores_refused_full", "commits", "commit_bytes"),
+    *("entries_evicted", "bytes_evicted", "entries_given_up", "entries_incomplete", "entries_deleted"),
+    *("attaches", "detaches", "attach_refused", "requests", "malformed"),
+)
 
 
 @dataclass(eq=False)
@@ -62,10 +68,11 @@ class Admin:
         )
 
     def _only_admins(self, session: Session) -> None:
-        if session.credentials.uid not in self._admins:
+        uid = session.credentials.uid
+        if uid not in self._admins:
             raise Refusal(
                 ErrorCode.DENIED,
-                f"uid {session.credentials.uid} may not do this; add it to --admin-uids or run as root or as the daemon's user",
+                f"uid {uid} may not do this; add it to --admin-uids, or use root or the daemon's uid",
             )
 
     # ---- jobs --------------------------------------------------------------------------------------------------------

@@ -3,11 +3,11 @@
     run(config)   lock the run directory → open or adopt the arena → bind the sockets → tell systemd → loop → stop
 
 Each round: what arrived on the sockets (a bounded amount), expired deadlines, then one bounded step of background work
-(watermark eviction, log compaction, a management job).  It does no disk or network I/O and never waits for anybody;
-a poll with nothing to do sleeps until the next deadline.  An orderly stop leaves the arena in memory, as a kill does.
+(watermark eviction, log compaction, a management job).  It does no disk or network I/O and never waits for anybody; a
+poll with nothing to do sleeps until the next deadline.  An orderly stop leaves the arena in memory, as a kill does.
 
-Ghosts: clients of the daemon before us that are still alive (see shm/leases.py).  Until each has attached again or died,
-references are honoured and quarantined extents rest.
+Ghosts: clients of the daemon before us that are still alive (see shm/leases.py).  Until each has attached again or
+died, references are honoured and quarantined extents rest.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from collections.abc import Callable
 
 import numpy as np
 import zmq
+
 from kvkeep.daemon.admin import Admin
 from kvkeep.daemon.config import Config
 from kvkeep.daemon.engine import Engine
@@ -322,7 +323,7 @@ class Control:
             self.notifier.status(self.reserver.failed or "serving")
 
     def _drop_damaged(self, damage: str) -> None:
-        """A client shrank the segment under everybody.  Nothing in it can be trusted; the next start makes a new one."""
+        """A client shrank the segment under everybody: nothing in it can be trusted, the next start makes a new one."""
         log.critical("%s: dropping the arena and stopping", damage)
         self.segments.unlink()
         self.stopping = True

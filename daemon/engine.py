@@ -1,11 +1,12 @@
-"""The data-path operations: REGISTER, LOOKUP, RETRIEVE, CONFIRM, RELEASE, STORE, COMMIT, ABORT, and the end of a client.
+"""The data path: REGISTER, LOOKUP, RETRIEVE, CONFIRM, RELEASE, STORE, COMMIT, ABORT, and the end of a client.
 
 One method per operation: check the request's fields, act on the arena, keep the books of the session, return the reply.
 `handle` guards them all: whatever goes wrong inside one becomes an `Error` reply to its sender.  Management operations
 are in admin.py.
 
 A LOOKUP that may wait (``wait_ms``) for a chunk that somebody is writing is answered ``pending`` and parked here under
-that entry; the entry's seal or end, or the deadline, completes it with one `LookupDone` and a write to the client's eventfd.
+that entry; the entry's seal or end, or the deadline, completes it with one `LookupDone` and a write to the client's
+eventfd.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
 from kvkeep.daemon.sessions import LookupHandle, References, Session, StoreHandle
 from kvkeep.ipc import messages as m
 from kvkeep.ipc.messages import ErrorCode

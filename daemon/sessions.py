@@ -4,8 +4,8 @@
             ── StoreHandle    reservations of one shard, and references on the rest of the chain, until COMMIT or ABORT
             ── reading        shares of lookup handles (its own or another client's) that it is copying from now
 
-Every reference and reservation in the arena is owned by exactly one handle here, so the end of a session costs what that
-client held, and `held` can be compared with the arena's counts at any time.
+Every reference and reservation in the arena is owned by exactly one handle here, so the end of a session costs what
+that client held, and the handles' sum can be compared with the arena's counts at any time (`Engine.held`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+
 from kvkeep.ipc.attach import Credentials
 from kvkeep.shm.arena import Arena
 from kvkeep.shm.namespaces import Namespace

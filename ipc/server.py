@@ -8,10 +8,12 @@ round are bounded.  A peer that does not read loses its replies; nobody waits fo
 from __future__ import annotations
 
 import os
+import typing
 from collections.abc import Callable
 
 import msgspec
 import zmq
+
 from kvkeep.ipc.messages import (
     MAX_MESSAGE_BYTES,
     REQUEST_ID_BYTES,
@@ -24,9 +26,7 @@ from kvkeep.ipc.messages import (
 )
 
 ROUND_LIMIT = 64  # requests per round of the control loop, so that timers and other sockets get their turn
-_OPS = frozenset(
-    ["PING", "REGISTER", "LOOKUP", "RETRIEVE", "CONFIRM", "RELEASE", "STORE", "COMMIT", "ABORT", "PIN", "UNPIN", "DELETE", "CLEAR", "STATS", "LIST", "CHECK"]
-)
+_OPS = frozenset(op.__struct_config__.tag for op in typing.get_args(AnyRequest))
 
 Handler = Callable[[bytes, bytes, AnyRequest], AnyReply | None]
 

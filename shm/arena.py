@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
 from kvkeep.shm.heads import Heads
 from kvkeep.shm.index import Index
 from kvkeep.shm.layout import State

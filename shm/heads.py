@@ -1,8 +1,8 @@
-"""Which RESERVED entries hang on which: a chunk may become SEALED only after the head it follows is.
+"""Which RESERVED entries hang on which: a chunk becomes SEALED only after the head that it follows.
 
-Engines store a chain in pieces, several ranks and several engines at once, so chunk k+1 is often complete while chunk k is
-still being written.  It then waits here; when its head is sealed it follows at once, and when its head is given up it is
-given up too.  That keeps "a sealed chunk's head was sealed" true at every instant, also for a crash.
+Engines store a chain in pieces, several ranks and several engines at once, so chunk k+1 is often complete while chunk k
+is still being written.  It then waits here; when its head is sealed it follows at once, and when its head is given up
+it is given up too.  That keeps "a sealed chunk's head was sealed" true at every instant, also for a crash.
 
 Three private arrays over the entry table; -1 = none.  Only RESERVED entries have a parent or children here.
 

@@ -15,6 +15,7 @@ import struct
 
 import numpy as np
 import numpy.typing as npt
+
 from kvkeep.shm.layout import LEASE, LEASE_OFFSET, MAX_LEASES
 
 _SETLK = getattr(fcntl, "F_OFD_SETLK", 37)

@@ -13,6 +13,7 @@ import blake3
 import numpy as np
 import numpy.typing as npt
 import xxhash
+
 from kvkeep.shm.layout import MAX_NAMESPACES, NAMESPACE, NAMESPACE_BYTES, PAGE, align
 
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
 from kvkeep.shm.arena import Arena
 from kvkeep.shm.layout import SUMMED_WORDS, State
 from kvkeep.shm.records import word_sums

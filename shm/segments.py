@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import posix_ipc
+
 from kvkeep.shm.layout import (
     ABI_VERSION,
     ENTRY_BYTES,

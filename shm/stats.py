@@ -10,6 +10,7 @@ import time
 
 import numpy as np
 import numpy.typing as npt
+
 from kvkeep.shm.layout import STATS_BYTES, STATS_OFFSET
 
 _HEADER = 16  # u64 sequence, u64 length

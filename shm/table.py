@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+
 from kvkeep.shm.layout import CHECKSUM_SHARDS, ENTRY, ENTRY_BYTES, SUMMED_WORDS, State
 from kvkeep.shm.records import word_sums
 
