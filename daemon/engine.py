@@ -42,6 +42,11 @@ U64 = npt.NDArray[np.uint64]
 Send = Callable[[bytes, bytes, m.AnyReply], None]
 
 
+def _distinct(values: npt.NDArray[Any]) -> bool:
+    ordered = np.sort(values)  # several times faster than np.unique
+    return not (ordered[1:] == ordered[:-1]).any()
+
+
 class Refusal(Exception):
     """A request that cannot be served; becomes the `Error` reply."""
 
@@ -203,7 +208,7 @@ class Engine:
         if not (ready or waits) or not request.readers:
             return m.LookupReply(self.epoch, 0, ready)
         self._charge(session, len(keys) if waits else ready)
-        if ready > 1 and len(np.unique(prefix.entries)) != ready:
+        if not _distinct(prefix.entries):
             raise Refusal(ErrorCode.BAD_REQUEST, "the same hash stands twice in one chain")
         self.arena.touch(namespace, prefix.entries)
         handle = LookupHandle(
@@ -301,7 +306,7 @@ class Engine:
         if not 0 <= request.start < len(keys):
             raise Refusal(ErrorCode.BAD_REQUEST, f"start {request.start} of a chain of {len(keys)} chunks")
         self._charge(session, len(keys))
-        if len(np.unique(keys[:, 0])) != len(keys) and len(np.unique(keys, axis=0)) != len(keys):
+        if not _distinct(keys[:, 0]) and len(np.unique(keys, axis=0)) != len(keys):
             raise Refusal(ErrorCode.BAD_REQUEST, "the same hash stands twice in one chain")
         grant = self.arena.reserve(namespace, keys, request.start, shard)
         self.counters["stores"] += 1
@@ -376,7 +381,7 @@ class Engine:
         prefix = self.arena.prefix(handle.namespace, waiting.keys)
         if len(prefix.entries) > had:
             new = prefix.entries[had:]
-            if len(np.unique(prefix.entries)) == len(prefix.entries):
+            if _distinct(prefix.entries):
                 self.arena.touch(handle.namespace, prefix.entries)
                 handle.references.extend(new)
                 handle.owner.held_chunks += len(new)

@@ -2,7 +2,7 @@
 
 Two-choice hashing into buckets of eight 64-bit slots, one cache line each: a key lives in one of two buckets, so a
 lookup reads at most two lines whatever the fill, a removal just clears its slot (no tombstones), and nothing ever
-rehashes: the table is sized once, for the entry table's capacity, at a load of at most one half.  The few keys that
+rehashes: the table is sized once, for the entry table's capacity, at a load of at most one quarter.  The few keys that
 find both buckets full go to a small dict.
 
     slot = tag (upper 32 bits of the hash, never 0) << 32 | entry + 1          0 = empty
@@ -49,7 +49,7 @@ class Index:
 
     def __init__(self, records: U64) -> None:
         capacity = len(records)
-        buckets = 1 << max(3, (max(1, capacity) * 2 // WAYS - 1).bit_length())
+        buckets = 1 << max(3, (max(1, capacity) * 4 // WAYS - 1).bit_length())
         self._records = records
         self._slots = np.zeros((buckets, WAYS), dtype=np.uint64)
         self._flat = self._slots.reshape(-1)
@@ -93,8 +93,12 @@ class Index:
         wrong = (differ[:, 0] | differ[:, 1] | differ[:, 2] | differ[:, 3]) != 0
         wrong |= (records[:, _NAMESPACE_WORD] & _LOW) != np.uint64(namespace)
         wrong &= hit
-        if wrong.any() or (self._overflow and not hit.all()):
-            for i in np.flatnonzero(wrong | ~hit):
+        if self._overflow and not hit.all():
+            for i in np.flatnonzero(~hit):
+                entries[i] = self._overflow.get((keys[i].tobytes(), namespace), -1)
+            records = self._records[entries]
+        if wrong.any():
+            for i in np.flatnonzero(wrong):
                 entries[i] = self._find_one(keys[i], namespace, place, int(i))
             records = self._records[entries]
         return Found(entries, records)
