@@ -1,0 +1,34 @@
+"""vLLM attaches to kvkeep through the connector in this folder.
+
+vLLM calls `register` in each of its processes (entry point ``vllm.general_plugins``), so nothing heavy is imported
+here: the connector itself loads when an engine names it::
+
+    vllm serve MODEL --kv-transfer-config \\
+      '{"kv_connector": "KVKeepConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}'
+
+Who does what::
+
+    connector.py   what vLLM sees: dispatches to one of the two halves, and lets no exception through
+    scheduler.py   scheduler half: what is there, what to load, what to store, which blocks are pinned
+    worker.py      worker half: hands jobs to the copy threads, reports what is done
+    copies.py      the copy threads: deadlines, exactly-once completion
+    pages.py       the paged KV memory as opaque bytes
+    metadata.py    what crosses between the two halves
+    identity.py    what the bytes depend on, and what is refused
+    fingerprint.py the digest of a model's weights
+    namespace.py   registers the identity with the daemon, off the engine's thread
+    options.py     the ``kvkeep.*`` keys of kv_connector_extra_config
+    clients.py     how a half attaches to the daemon
+"""
+
+from __future__ import annotations
+
+CONNECTOR_NAME = "KVKeepConnector"
+
+
+def register() -> None:
+    """Make the name KVKeepConnector known to vLLM.  Safe to call more than once per process."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    if CONNECTOR_NAME not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(CONNECTOR_NAME, "kvkeep.ipc.vllm.connector", CONNECTOR_NAME)

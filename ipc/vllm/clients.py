@@ -1,0 +1,16 @@
+"""How a half of the connector attaches to the daemon.  In one place, so that tests can put something in between."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvkeep.ipc.client import Client
+    from kvkeep.ipc.vllm.options import Options
+
+
+def attach(options: Options, label: str) -> Client:
+    """Returns at once.  The client attaches in the background, and again after each restart of the daemon."""
+    from kvkeep.ipc.client import Client
+
+    return Client.attach(options.run_dir or None, wait=False, checksums=options.checksums)

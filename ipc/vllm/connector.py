@@ -1,0 +1,209 @@
+"""KVKeepConnector: what vLLM 0.32 sees.  Dispatch, and a guard around every entry point.
+
+vLLM makes two objects of this class, one for the scheduler and one for each worker, in one process or in several.  Each
+has its half (scheduler.py, worker.py).  An engine that we refuse has none: every answer is then a miss, and the engine
+runs as if the connector were not there.  No method raises into the engine.
+
+All loads are asynchronous; `wait_for_layer_load` and `save_kv_layer` do nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from kvkeep.ipc.vllm import identity, options
+from kvkeep.ipc.vllm.guard import Guard
+from kvkeep.ipc.vllm.metadata import KVKeepMetadata, KVKeepWorkerMetadata, WorkerFacts
+from kvkeep.ipc.vllm.scheduler import SchedulerHalf
+from kvkeep.ipc.vllm.worker import WorkerHalf
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.logger import init_logger
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorHandshakeMetadata,
+        KVConnectorMetadata,
+        KVConnectorWorkerMetadata,
+    )
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = init_logger("vllm.kvkeep")
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def guarded(default: Callable[[], Any]) -> Callable[[Method], Method]:
+    """Run the method; if it raises, note that and answer `default()`."""
+
+    def decorate(method: Method) -> Method:
+        @functools.wraps(method)
+        def run(self: KVKeepConnector, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(self, *args, **kwargs)
+            except Exception as error:
+                self.guard.note(method.__name__, error)
+                return default()
+
+        return run  # type: ignore[return-value]
+
+    return decorate
+
+
+def nothing() -> None:
+    return None
+
+
+class KVKeepConnector(KVConnectorBase_V1):  # type: ignore[misc]
+    _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.guard = Guard(logger.warning)
+        self.scheduler: SchedulerHalf | None = None
+        self.worker: WorkerHalf | None = None
+        try:
+            self._make_half(vllm_config, role, kv_cache_config)
+        except options.OptionError as sentence:
+            self._refuse(str(sentence))
+        except Exception as error:
+            self.guard.note("start", error)
+
+    def _make_half(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        chosen = options.parse(self._kv_transfer_config.kv_connector_extra_config)
+        refused = identity.refusal(vllm_config, kv_cache_config)
+        if refused:
+            self._refuse(refused)
+        elif role == KVConnectorRole.WORKER:
+            self.worker = WorkerHalf(vllm_config, kv_cache_config, chosen, self.guard)
+        else:
+            self.scheduler = SchedulerHalf(vllm_config, kv_cache_config, chosen, self.guard, logger.warning)
+            if self._kv_transfer_config.kv_load_failure_policy != "recompute":
+                logger.warning(
+                    "kvkeep: kv_load_failure_policy is 'fail': a failed load ends its request with an error; set it to "
+                    "'recompute' in --kv-transfer-config"
+                )
+
+    def _refuse(self, sentence: str) -> None:
+        if self._role == KVConnectorRole.SCHEDULER:  # one line per engine, not one per half
+            logger.warning("kvkeep: cache off for this engine: %s", sentence)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # a store that is dropped is a miss later
+
+    # ---- worker ------------------------------------------------------------------------------------------------------
+
+    @guarded(nothing)
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        if self.worker is not None:
+            self.worker.register_kv_caches(kv_caches)
+
+    @guarded(nothing)
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return self.worker.facts() if self.worker is not None else None
+
+    @guarded(nothing)
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        if self.worker is not None and isinstance(self._connector_metadata, KVKeepMetadata):
+            self.worker.start_loads(self._connector_metadata)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        pass
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
+    ) -> None:
+        pass
+
+    @guarded(nothing)
+    def wait_for_save(self) -> None:
+        if self.worker is not None and isinstance(self._connector_metadata, KVKeepMetadata):
+            self.worker.start_stores(self._connector_metadata)
+
+    @guarded(lambda: (None, None))
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        return None, self.worker.take_finished_loads(finished_req_ids) if self.worker is not None else None
+
+    @guarded(set)
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self.worker.take_invalid_blocks() if self.worker is not None else set()
+
+    @guarded(nothing)
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return self.worker.take_report() if self.worker is not None else None
+
+    # ---- scheduler ---------------------------------------------------------------------------------------------------
+
+    @guarded(nothing)
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        if self.scheduler is not None:
+            self.scheduler.bind_block_pool(gpu_block_pool)
+
+    @guarded(nothing)
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        if self.scheduler is not None:
+            facts = metadata[0]
+            assert isinstance(facts, WorkerFacts)
+            self.scheduler.set_facts(facts)
+
+    @guarded(nothing)
+    def on_new_request(self, request: Request) -> None:
+        if self.scheduler is not None:
+            self.scheduler.on_new_request(request)
+
+    @guarded(lambda: (0, False))
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if self.scheduler is None:
+            return 0, False
+        return self.scheduler.matched_tokens(request, num_computed_tokens)
+
+    @guarded(nothing)
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        if self.scheduler is not None:
+            self.scheduler.after_alloc(request, blocks, num_external_tokens)
+
+    @guarded(KVKeepMetadata)
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return self.scheduler.step_metadata(scheduler_output) if self.scheduler is not None else KVKeepMetadata()
+
+    @guarded(nothing)
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        report = connector_output.kv_connector_worker_meta
+        if self.scheduler is not None and isinstance(report, KVKeepWorkerMetadata):
+            self.scheduler.on_worker_report(report)
+
+    @guarded(lambda: (False, None))
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        if self.scheduler is not None:
+            self.scheduler.on_finished(request)
+        return False, None
+
+    @guarded(lambda: False)
+    def has_pending_push_work(self) -> bool:
+        """Keeps an idle engine stepping until its last stores are reported and their blocks unpinned."""
+        return self.scheduler is not None and self.scheduler.has_pending_stores()
+
+    @guarded(lambda: False)
+    def reset_cache(self) -> bool | None:
+        return self.scheduler.reset() if self.scheduler is not None else True
+
+    # ---- both --------------------------------------------------------------------------------------------------------
+
+    @guarded(nothing)
+    def shutdown(self) -> None:
+        for half in (self.scheduler, self.worker):
+            if half is not None:
+                half.close()

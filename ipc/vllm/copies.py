@@ -1,0 +1,228 @@
+"""The copy threads of the worker half: every job that goes in comes out exactly once.
+
+A load goes QUEUED -> RUNNING -> ENDED, or QUEUED -> ENDED when its deadline passes or its request is cancelled before a
+thread took it.  Only the thread that runs a load writes into the engine's blocks, and a running load is reported only
+by that thread, after its last write: a deadline never gives blocks back under a copy.  It looks at the deadline between
+chunks, so a load overruns by one chunk's copy at most.
+
+Loads and stores have threads of their own, so that a load never waits behind stores.  All daemon calls are made here,
+each with a deadline; the engine's thread only moves small records under a lock.
+"""
+
+from __future__ import annotations
+
+import enum
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvkeep.ipc.messages import HASH_BYTES, Outcome, Verdict
+from kvkeep.ipc.vllm.metadata import LoadJob, NamespaceSpec, StoreEnd, StoreJob, StoreReport
+
+if TYPE_CHECKING:
+    from kvkeep.ipc.vllm.pages import Pages
+
+CALL_DEADLINE_S = 1.0  # of one request to the daemon; a job's own deadline cuts it shorter
+LEFT_AT_CLOSE_S = 0.4  # how long close() waits for the threads
+
+
+class LoadState(enum.Enum):
+    QUEUED = "queued"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+@dataclass
+class LoadTask:
+    job: LoadJob
+    deadline: float
+    state: LoadState = LoadState.QUEUED
+    cancelled: bool = False
+
+
+@dataclass(frozen=True)
+class LoadEnd:
+    job: LoadJob
+    bad_blocks: tuple[int, ...]  # empty = every byte is right
+    confirmed: bool
+
+
+class CopyThreads:
+    def __init__(
+        self,
+        client: Any,
+        pages: Pages,
+        *,
+        rank: int,
+        load_threads: int,
+        deadline_s: float,
+        log: Callable[[str, BaseException], None],
+    ) -> None:
+        self._client, self._pages, self._rank = client, pages, rank
+        self._deadline_s, self._log = deadline_s, log
+        self._lock = threading.Lock()
+        self._loads: dict[str, LoadTask] = {}  # by request id, until reported
+        self._ended_loads: list[LoadEnd] = []
+        self._ended_stores: list[StoreReport] = []
+        self._load_queue: queue.SimpleQueue[LoadTask | None] = queue.SimpleQueue()
+        self._store_queue: queue.SimpleQueue[tuple[StoreJob, NamespaceSpec, float] | None] = queue.SimpleQueue()
+        self._namespace: tuple[NamespaceSpec, Any] | None = None  # the store thread's
+        self.counters: Counter[str] = Counter()
+        names = [(f"kvkeep-load-{n}", self._load_loop) for n in range(load_threads)]
+        names.append(("kvkeep-store", self._store_loop))
+        self._threads = [threading.Thread(target=loop, name=name, daemon=True) for name, loop in names]
+        for thread in self._threads:
+            thread.start()
+
+    # ---- the engine's thread ---------------------------------------------------------------------------------------
+
+    def submit_load(self, job: LoadJob) -> None:
+        task = LoadTask(job, time.monotonic() + self._deadline_s)
+        with self._lock:
+            self._loads[job.request_id] = task
+        if job.handle == 0:
+            self._end_if_queued(task)
+        else:
+            self._load_queue.put(task)
+
+    def submit_store(self, job: StoreJob, namespace: NamespaceSpec) -> None:
+        self._store_queue.put((job, namespace, time.monotonic() + self._deadline_s))
+
+    def cancel_load(self, request_id: str) -> None:
+        """The request is gone.  Its load still ends, and is still reported, once."""
+        task = self._loads.get(request_id)
+        if task is not None:
+            task.cancelled = True
+            self._end_if_queued(task)
+
+    def take_ended(self) -> tuple[list[LoadEnd], list[StoreReport]]:
+        now = time.monotonic()
+        for task in [task for task in self._loads.values() if task.deadline < now]:
+            self._end_if_queued(task)
+        if not self._ended_loads and not self._ended_stores:
+            return [], []
+        with self._lock:
+            loads, self._ended_loads = self._ended_loads, []
+            stores, self._ended_stores = self._ended_stores, []
+            for end in loads:
+                del self._loads[end.job.request_id]
+        return loads, stores
+
+    def close(self) -> None:
+        """Best effort and short: correctness never depends on it."""
+        for task in list(self._loads.values()):
+            task.cancelled = True
+        for _ in self._threads[:-1]:
+            self._load_queue.put(None)
+        self._store_queue.put(None)
+        until = time.monotonic() + LEFT_AT_CLOSE_S
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+
+    # ---- loads -----------------------------------------------------------------------------------------------------
+
+    def _end_if_queued(self, task: LoadTask) -> None:
+        with self._lock:
+            if task.state is LoadState.QUEUED:
+                task.state = LoadState.ENDED
+                self._ended_loads.append(LoadEnd(task.job, task.job.block_ids, confirmed=False))
+                self.counters["loads_not_started"] += 1
+
+    def _load_loop(self) -> None:
+        while (task := self._load_queue.get()) is not None:
+            with self._lock:
+                if task.state is not LoadState.QUEUED:
+                    continue
+                task.state = LoadState.RUNNING
+            bad: list[int] = list(task.job.block_ids)
+            confirmed = False
+            try:
+                bad, confirmed = self._load(task)
+            except Exception as error:
+                self._log("load", error)
+            with self._lock:
+                task.state = LoadState.ENDED
+                self._ended_loads.append(LoadEnd(task.job, tuple(bad), confirmed))
+                self.counters["loads_failed" if bad else "loads"] += 1
+
+    def _load(self, task: LoadTask) -> tuple[list[int], bool]:
+        """Bad block ids, and whether the read was confirmed."""
+        job = task.job
+        left = task.deadline - time.monotonic()
+        if left <= 0 or task.cancelled:
+            return list(job.block_ids), False
+        reading = self._client.open_read(
+            job.handle, self._rank, job.first_chunk, job.chunks, deadline_s=min(CALL_DEADLINE_S, left)
+        )
+        if reading is None:
+            return list(job.block_ids), False
+        per_chunk = (len(job.block_ids) + job.skip_blocks) // job.chunks
+        parts = []
+        for chunk in range(job.chunks):
+            first = max(0, chunk * per_chunk - job.skip_blocks)
+            parts.append(job.block_ids[first : (chunk + 1) * per_chunk - job.skip_blocks])
+        copied = 0
+        try:
+            for chunk, view in enumerate(reading.views):
+                if task.cancelled or time.monotonic() > task.deadline:
+                    break
+                self._pages.scatter(view, parts[chunk], skip=job.skip_blocks if chunk == 0 else 0)
+                copied += 1
+            valid = list(reading.validate())
+        finally:
+            confirmed = reading.confirm() is not False
+        good = [chunk < copied and chunk < len(valid) and valid[chunk] for chunk in range(job.chunks)]
+        self.counters["chunks_loaded"] += sum(good)
+        return [block for part, fine in zip(parts, good, strict=True) if not fine for block in part], confirmed
+
+    # ---- stores ----------------------------------------------------------------------------------------------------
+
+    def _store_loop(self) -> None:
+        while (item := self._store_queue.get()) is not None:
+            job, spec, deadline = item
+            report = StoreReport(job.job_id, StoreEnd.FAILED)
+            try:
+                report = self._store(job, spec, deadline)
+            except Exception as error:
+                self._log("store", error)
+            with self._lock:
+                self._ended_stores.append(report)
+                self.counters[f"stores_{report.end.value}"] += 1
+                self.counters["chunks_stored"] += report.stored
+
+    def _store(self, job: StoreJob, spec: NamespaceSpec, deadline: float) -> StoreReport:
+        failed = StoreReport(job.job_id, StoreEnd.FAILED)
+        if time.monotonic() > deadline or not self._client.attached:
+            return failed
+        if self._namespace is None or self._namespace[0] != spec:
+            registered = self._client.register(spec.manifest, shard_bytes=spec.shard_bytes, shards=spec.shards)
+            self._namespace = (spec, registered)
+        chunks = len(job.hashes) // HASH_BYTES - job.start
+        per_chunk = len(job.block_ids) // chunks
+        left = max(0.0, min(CALL_DEADLINE_S, deadline - time.monotonic()))
+        reservation = self._client.reserve(
+            self._namespace[1], job.hashes, start=job.start, shard=self._rank, deadline_s=left
+        )
+        with reservation:
+            complete = []
+            for position, view in zip(reservation.granted, reservation.views, strict=True):
+                first = (position - job.start) * per_chunk
+                in_time = time.monotonic() <= deadline
+                if in_time:
+                    self._pages.gather(view, job.block_ids[first : first + per_chunk])
+                complete.append(in_time)
+            outcomes = list(reservation.commit(complete)) if complete else []
+        stored = sum(outcome in (Outcome.SEALED, Outcome.WAITING) for outcome in outcomes)
+        verdicts = list(reservation.verdicts)
+        if Verdict.ORPHAN in verdicts:
+            missing = int(getattr(reservation, "missing", -1))
+            return StoreReport(job.job_id, StoreEnd.ORPHAN, stored, missing)
+        if Verdict.FULL in verdicts:
+            return StoreReport(job.job_id, StoreEnd.FULL, stored)
+        if len(verdicts) < chunks or stored < len(complete):
+            return StoreReport(job.job_id, StoreEnd.FAILED, stored)
+        return StoreReport(job.job_id, StoreEnd.DONE, stored)

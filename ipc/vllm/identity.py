@@ -1,0 +1,167 @@
+"""What the bytes of a chunk depend on, tokens excepted, and what we refuse to cache.
+
+vLLM's block hashes cover tokens, salt, media and adapter names, and nothing else: not the model, its weights, dtype,
+layout or backend (a CPU engine and a GPU engine pack a page differently under the same layout name).  All that goes
+into the manifest; change one field and it is another namespace, so a mismatch is a miss and never a wrong byte.
+
+A refusal is one sentence.  The engine then runs without this cache.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from blake3 import blake3
+
+from kvkeep.ipc.keys import Manifest
+from kvkeep.ipc.vllm import fingerprint
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+CONNECTOR_ABI = "vllm/1"  # how an extent is filled; change it when pages.py changes what it writes
+COMPACT_LAYOUTS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")  # a page is one run of bytes
+SPECS = ("FullAttentionSpec", "MLAAttentionSpec")  # exact types: a subclass may store something else
+SPECULATION_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix")
+
+
+def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
+    """Why this engine is not cached; empty = it is."""
+    checks = (_refused_parallel(vllm_config), _refused_hashing(vllm_config), _refused_model(vllm_config))
+    return next((sentence for sentence in (*checks, _refused_groups(kv_cache_config)) if sentence), "")
+
+
+def _refused_parallel(config: VllmConfig) -> str:
+    for field in ("tensor", "pipeline", "prefill_context", "decode_context"):
+        size = getattr(config.parallel_config, f"{field}_parallel_size", 1)
+        if size != 1:
+            return f"{field}_parallel_size is {size}: this version supports 1"
+    return ""
+
+
+def _refused_hashing(config: VllmConfig) -> str:
+    algorithm = str(config.cache_config.prefix_caching_hash_algo)
+    if algorithm not in ("sha256", "sha256_cbor") and "PYTHONHASHSEED" not in os.environ:
+        return (
+            f"prefix_caching_hash_algo is {algorithm}, whose seed is random in each process: use sha256, or set "
+            "PYTHONHASHSEED to the same value for all engines"
+        )
+    return ""
+
+
+def _refused_model(config: VllmConfig) -> str:
+    if getattr(config.cache_config, "calculate_kv_scales", False):
+        return "calculate_kv_scales is on: KV scales computed at run time are not part of what is stored; turn it off"
+    speculation = config.speculative_config
+    if speculation is not None and speculation.method not in SPECULATION_WITHOUT_KV:
+        return f"speculative decoding with {speculation.method} has draft layers, which this version does not store"
+    return ""
+
+
+def _refused_groups(config: KVCacheConfig) -> str:
+    groups = config.kv_cache_groups
+    if len(groups) != 1:
+        return (
+            f"the model has {len(groups)} KV cache groups: this version supports 1 (--disable-hybrid-kv-cache-manager)"
+        )
+    spec = groups[0].kv_cache_spec
+    if type(spec).__name__ not in SPECS:
+        return f"the KV cache group is a {type(spec).__name__}: this version supports {' and '.join(SPECS)}"
+    if not groups[0].enable_kv_transfer or groups[0].host_resident:
+        return "the KV cache group does not take part in external transfer"
+    if config.kv_cache_layout not in COMPACT_LAYOUTS:
+        return f"KV cache layout {config.kv_cache_layout} is unknown: set VLLM_KV_CACHE_LAYOUT to LBHNC"
+    return ""
+
+
+def refused_chunk(chunk_tokens: int, block_size: int) -> str:
+    if chunk_tokens <= 0 or chunk_tokens % block_size:
+        return (
+            f"a chunk of {chunk_tokens} tokens is not a multiple of the engine's block size {block_size}: set "
+            f"kvkeep.chunk_tokens to a multiple, e.g. {block_size * max(1, 256 // block_size)}"
+        )
+    return ""
+
+
+def manifest(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, layout: dict[str, object], chunk_tokens: int, epoch: str
+) -> dict[str, object]:
+    """`layout` is what the worker found; `epoch` is empty until the engine's cache is reset.  Reads weight files."""
+    import vllm
+
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    group = kv_cache_config.kv_cache_groups[0]
+    document = Manifest(
+        model=str(model.model),
+        revision=model.revision,
+        fingerprint=fingerprint.weights(
+            str(model.model), model.revision, str(vllm_config.load_config.load_format), int(model.seed or 0)
+        ),
+        kv_dtype=str(cache.cache_dtype),
+        tensor_parallel=vllm_config.parallel_config.tensor_parallel_size,
+        pipeline_parallel=vllm_config.parallel_config.pipeline_parallel_size,
+        context_parallel=vllm_config.parallel_config.decode_context_parallel_size,
+        block_size=group.kv_cache_spec.block_size,
+        chunk_tokens=chunk_tokens,
+        connector_abi=CONNECTOR_ABI,
+        engine=f"vllm {vllm.__version__}",
+        hash_algorithm=str(cache.prefix_caching_hash_algo),
+        hash_seed=_digest(_hash_seed(str(cache.prefix_caching_hash_algo))),
+        extras={
+            "dtype": str(model.dtype),
+            "quantization": str(model.quantization),
+            "model_config": _digest(_model_config(vllm_config)),
+            "hash_block_size": kv_cache_config.hash_block_size or group.kv_cache_spec.block_size,
+            "layout": str(kv_cache_config.kv_cache_layout),
+            "spec": {"type": type(group.kv_cache_spec).__name__, "text": _digest(repr(group.kv_cache_spec))},
+            "layers": {"count": len(group.layer_names), "names": _digest("\n".join(group.layer_names))},
+            "memory": layout,
+            "epoch": epoch,
+        },
+    )
+    plain: dict[str, object] = msgspec.to_builtins(document)
+    return plain
+
+
+def _hash_seed(algorithm: str) -> str:
+    """What the engine derives the root of all block hashes from; it does so after we are asked, so we derive it too."""
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
+
+    return str(resolve_none_hash_seed(get_hash_fn_by_name(algorithm)))
+
+
+def _model_config(config: VllmConfig) -> str:
+    """The model's own configuration after overrides (rope and all), and what else changes the values of KV."""
+    hf_config: Any = config.model_config.hf_config
+    tree = dict(hf_config.to_dict())
+    for key in ("_name_or_path", "transformers_version", "torch_dtype", "dtype"):
+        tree.pop(key, None)
+    rope = json.dumps([tree.get("rope_scaling"), tree.get("rope_parameters")], sort_keys=True, default=str)
+    if any(kind in rope for kind in ("longrope", "dynamic", "yarn", "su")):
+        tree["kvkeep.max_model_len"] = config.model_config.max_model_len  # some rotary embeddings depend on it
+    return json.dumps(tree, sort_keys=True, default=str)
+
+
+def _digest(text: str) -> str:
+    return blake3(text.encode()).hexdigest()
+
+
+def describe_platform(vllm_config: VllmConfig, layer_names: list[str]) -> dict[str, object]:
+    """Worker side: what decides how a page is packed, beyond the layout's name."""
+    import platform
+
+    import torch
+
+    from vllm.platforms import current_platform
+
+    layers = vllm_config.compilation_config.static_forward_context
+    backends = {layers[name].get_attn_backend().get_name() for name in layer_names if name in layers}
+    found: dict[str, object] = {"platform": str(current_platform.device_type), "backends": sorted(backends)}
+    if current_platform.device_type == "cpu":
+        found["cpu"] = platform.machine() + ("+amx" if torch.cpu._is_amx_tile_supported() else "")
+    return found

@@ -1,0 +1,105 @@
+"""What crosses between the scheduler half and the worker half.
+
+Scheduler to worker: one `KVKeepMetadata` a step, empty in nearly all of them.  Worker to scheduler: `WorkerFacts` once,
+at the start; `KVKeepWorkerMetadata` when a job has ended.  vLLM moves these between its own processes, so they hold
+plain numbers, bytes and strings, and stay small: hashes and block ids, never token ids.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+
+@dataclass(frozen=True)
+class NamespaceSpec:
+    """An identity as both halves register it.  `generation` grows when the engine resets its cache."""
+
+    manifest: dict[str, object]
+    shard_bytes: int
+    shards: int
+    chunk_tokens: int
+    generation: int
+
+
+@dataclass(frozen=True)
+class LoadJob:
+    """Fill `block_ids` from chunks first_chunk .. first_chunk + chunks - 1 of a looked-up handle.
+
+    The first `skip_blocks` blocks of the first chunk are in the engine already and may be shared with other requests:
+    they are not in `block_ids` and are not written.  handle 0: nothing to read, report the job as failed.
+    """
+
+    request_id: str
+    handle: int
+    first_chunk: int
+    chunks: int
+    skip_blocks: int
+    block_ids: tuple[int, ...]
+    generation: int
+
+
+@dataclass(frozen=True)
+class StoreJob:
+    """Store chunks start .. of the chain `hashes` (from the root) out of `block_ids`, pinned until reported."""
+
+    job_id: int
+    hashes: bytes
+    start: int
+    block_ids: tuple[int, ...]
+    generation: int
+
+
+class StoreEnd(enum.Enum):
+    DONE = "done"  # what was granted is in, the rest was there already or is being written by another
+    FULL = "full"  # no room in the arena
+    ORPHAN = "orphan"  # a head is not resident any more: store again from `missing`
+    FAILED = "failed"  # daemon away, deadline passed, or an error of ours
+
+
+@dataclass(frozen=True)
+class StoreReport:
+    job_id: int
+    end: StoreEnd
+    stored: int = 0  # chunks
+    missing: int = -1
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    request_id: str
+    ok: bool
+    confirmed: bool  # the daemon was told that the read is over; else the scheduler half releases the handle
+
+
+@dataclass
+class KVKeepMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    loads: tuple[LoadJob, ...] = ()
+    stores: tuple[StoreJob, ...] = ()
+    generation: int = 0  # a load of an older one is stale, however well it ended
+    namespace: NamespaceSpec | None = None  # only in the step in which it changes
+
+
+@dataclass
+class KVKeepWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    loads: list[LoadReport] = field(default_factory=list)
+    stores: list[StoreReport] = field(default_factory=list)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        assert isinstance(other, KVKeepWorkerMetadata)
+        return KVKeepWorkerMetadata(self.loads + other.loads, self.stores + other.stores)
+
+
+@dataclass(frozen=True)
+class WorkerFacts(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """What only the worker knows: how the KV memory really lies.  `refused` is a sentence, or empty."""
+
+    refused: str
+    page_bytes: int  # of one block in all layers
+    layout: dict[str, object]

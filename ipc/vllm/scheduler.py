@@ -1,0 +1,176 @@
+"""The scheduler half: owns identity and generation, passes vLLM's questions to lookups.py and stores.py.
+
+Nothing here waits for the daemon longer than a millisecond or so: lookups are begun and polled, registration runs in
+namespace.py's thread, and without a daemon there is no `Active` and every answer is a miss.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from kvkeep.ipc.vllm import clients, fingerprint, identity
+from kvkeep.ipc.vllm.guard import Guard
+from kvkeep.ipc.vllm.lookups import Active, Lookups
+from kvkeep.ipc.vllm.metadata import KVKeepMetadata, KVKeepWorkerMetadata, NamespaceSpec, WorkerFacts
+from kvkeep.ipc.vllm.namespace import NamespaceKeeper
+from kvkeep.ipc.vllm.options import Options
+from kvkeep.ipc.vllm.stores import Stores
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+DEFAULT_CHUNK_TOKENS = 256
+START_WAIT_S = 0.5  # at engine start, for a daemon that is there
+
+
+class SchedulerHalf:
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        options: Options,
+        guard: Guard,
+        log: Callable[[str], None],
+    ) -> None:
+        self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
+        self._options, self._guard, self._log = options, guard, log
+        spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        self._block_size: int = spec.block_size
+        self._hash_block_size: int = kv_cache_config.hash_block_size or spec.block_size
+        self._pool: Any = None
+        self._facts: WorkerFacts | None = None
+        self._client: Any = None
+        self._keeper: NamespaceKeeper | None = None
+        self._active: Active | None = None  # made from `_registered`
+        self._registered: Any = None
+        self._told_worker: NamespaceSpec | None = None
+        self._generation, self._epoch = 0, ""
+        self.counters: Counter[str] = Counter()
+        self.lookups: Lookups | None = None
+        self.stores: Stores | None = None
+
+    # ---- start and end -----------------------------------------------------------------------------------------------
+
+    def bind_block_pool(self, pool: Any) -> None:
+        self._pool = pool
+
+    def set_facts(self, facts: WorkerFacts) -> None:
+        """The worker has seen the KV memory, so the identity is complete: attach, and register in the background."""
+        if facts.refused:
+            self._refuse(facts.refused)
+            return
+        self._facts = facts
+        self._client = clients.attach(self._options, "vllm scheduler")
+        self.lookups = Lookups(self._client, self._options, self._guard, self.counters)
+        self.stores = Stores(self._pool, self._options, self.lookups, self.counters)
+        self._keeper = NamespaceKeeper(self._client, self._build_namespace, self._refuse)
+        self._keeper.start(self._generation)
+        self._keeper.wait(START_WAIT_S)
+
+    def close(self) -> None:
+        if self._keeper is not None:
+            self._keeper.close()
+        if self._client is not None:
+            self._client.close()
+
+    def _refuse(self, sentence: str) -> None:
+        self._facts = None
+        self._log(f"kvkeep: cache off for this engine: {sentence}")
+
+    def _build_namespace(self, generation: int) -> NamespaceSpec:
+        assert self._facts is not None
+        chunk = self._options.chunk_tokens or int(getattr(self._client, "chunk_tokens", 0) or DEFAULT_CHUNK_TOKENS)
+        refused = identity.refused_chunk(chunk, self._block_size)
+        if refused:
+            raise NamespaceKeeper.Refused(refused)
+        layout = self._facts.layout
+        try:
+            manifest = identity.manifest(self._vllm_config, self._kv_cache_config, layout, chunk, self._epoch)
+        except fingerprint.NoFingerprint as sentence:
+            raise NamespaceKeeper.Refused(str(sentence)) from None
+        shard_bytes = self._facts.page_bytes * (chunk // self._block_size)
+        return NamespaceSpec(manifest, shard_bytes, 1, chunk, generation)
+
+    def active(self) -> Active | None:
+        """None: no daemon, not registered yet, or refused."""
+        registered = self._keeper.current if self._keeper is not None else None
+        if registered is None or self._facts is None or not self._client.attached:
+            return None
+        if registered is not self._registered:
+            spec = registered.spec
+            self._registered = registered
+            self._active = Active(
+                registered.namespace, spec.generation, spec.chunk_tokens, self._block_size, self._hash_block_size
+            )
+        return self._active
+
+    # ---- vLLM's questions --------------------------------------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        if self.lookups is None or self.stores is None:
+            return
+        self.stores.on_new_request(request, self._generation)
+        self.lookups.on_new_request(request, self.active())
+
+    def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
+        if self.lookups is None:
+            return 0, False
+        tokens = self.lookups.matched_tokens(request, local_tokens, self.active())
+        return tokens, bool(tokens)
+
+    def after_alloc(self, request: Request, blocks: KVCacheBlocks, tokens: int) -> None:
+        if self.lookups is not None:
+            self.lookups.after_alloc(request, blocks, tokens, self._generation)
+            self.counters["tokens_offered"] += tokens
+
+    def step_metadata(self, output: SchedulerOutput) -> KVKeepMetadata:
+        if self.lookups is None or self.stores is None:
+            return KVKeepMetadata()
+        metadata = KVKeepMetadata(loads=self.lookups.take_new_loads(), generation=self._generation)
+        try:
+            active = self.active()
+            if active is not None:
+                if self._registered.spec is not self._told_worker:
+                    metadata.namespace = self._told_worker = self._registered.spec
+                metadata.stores = tuple(self.stores.new_jobs(output, active))
+        except Exception as error:  # the loads must go out whatever happens here
+            self._guard.note("new_stores", error)
+        return metadata
+
+    def on_worker_report(self, report: KVKeepWorkerMetadata) -> None:
+        assert self.lookups is not None
+        assert self.stores is not None
+        for load in report.loads:
+            self.lookups.on_load_report(load)
+        for store in report.stores:
+            self.stores.on_report(store)
+
+    def on_finished(self, request: Request) -> None:
+        if self.lookups is not None and self.stores is not None:
+            self.lookups.on_finished(request.request_id)
+            self.stores.on_finished(request.request_id)
+
+    def has_pending_stores(self) -> bool:
+        return self.stores is not None and self.stores.pending()
+
+    def reset(self) -> bool:
+        """Nothing stored so far is seen again: a new, unique epoch goes into the identity.  O(1)."""
+        if self._keeper is None or self.stores is None:
+            return True
+        self._generation += 1
+        self._epoch = f"{self._generation}-{os.urandom(8).hex()}"
+        self.stores.on_reset()
+        self._keeper.start(self._generation)
+        if self.stores.blocked:
+            self._log(
+                "kvkeep: the cache was reset while the engine still held KV blocks, so nothing is stored until a reset "
+                "of the idle engine: wait for requests and stores to end, then reset again"
+            )
+        return not self.stores.blocked

@@ -1,0 +1,144 @@
+"""What to store, and the pins that keep it in place meanwhile.  One thread, the engine's.
+
+A chunk is stored in the step that completes it: all its tokens are confirmed and, at the end of that step, computed;
+the worker copies after the step's forward.  From here until the worker reports the job its blocks are pinned in vLLM's
+block pool (`touch`), so that neither preemption, abort nor finish gives them to another request under the copy.
+
+Pins are capped: beyond the cap a chunk is skipped and counted, and the engine keeps its memory.  A request that was
+already considered up to some chunk costs nothing until its next chunk is complete: a decode step sends no message.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvkeep.ipc.messages import HASH_BYTES
+from kvkeep.ipc.vllm.lookups import Active, Lookups
+from kvkeep.ipc.vllm.metadata import StoreEnd, StoreJob, StoreReport
+from kvkeep.ipc.vllm.options import Options
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+MAX_REWINDS = 3  # times a request stores again from a head that was evicted
+
+
+@dataclass
+class _Progress:
+    request: Request
+    generation: int
+    considered: int = 0  # complete chunks that were looked at
+    stored: int = 0  # leading chunks that need no store any more ...
+    last_hash: bytes = b""  # ... and the hash of the last of them: a streaming session may take tokens back
+    rewinds: int = 0
+    enabled: bool = True
+
+
+@dataclass(frozen=True)
+class _Pin:
+    request_id: str
+    blocks: tuple[Any, ...]
+    chunks: int
+
+
+class Stores:
+    def __init__(self, pool: Any, options: Options, lookups: Lookups, counters: Counter[str]) -> None:
+        self._pool, self._options, self._lookups, self._counters = pool, options, lookups, counters
+        self._progress: dict[str, _Progress] = {}
+        self._pins: dict[int, _Pin] = {}
+        self._next_job = 1
+        self.pinned_blocks = 0
+        self.blocked = False  # after a cache reset that left old KV in the engine
+
+    def on_new_request(self, request: Request, generation: int) -> None:
+        enabled = request.lora_request is None
+        self._progress[request.request_id] = _Progress(request, generation, enabled=enabled)
+
+    def on_finished(self, request_id: str) -> None:
+        self._progress.pop(request_id, None)
+
+    def on_reset(self) -> None:
+        """KV computed before the reset must not get into the namespace after it."""
+        for progress in self._progress.values():
+            progress.enabled = False
+        self.blocked = len(self._pool.cached_block_hash_to_block) > 0
+
+    def pending(self) -> bool:
+        return bool(self._pins)
+
+    def new_jobs(self, output: SchedulerOutput, active: Active) -> list[StoreJob]:
+        jobs: list[StoreJob] = []
+        if self.blocked:
+            return jobs
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            progress = self._progress.get(request_id)
+            if progress is None or not progress.enabled or progress.generation != active.generation:
+                continue
+            complete = self._complete_chunks(progress.request, scheduled, active)
+            if complete > progress.considered:
+                progress.considered = complete
+                job = self._job(progress, complete, output, active)
+                if job is not None:
+                    jobs.append(job)
+            elif complete < progress.considered:
+                progress.considered = complete  # preempted, or tokens were taken back
+        return jobs
+
+    def on_report(self, report: StoreReport) -> None:
+        pin = self._pins.pop(report.job_id)
+        self.pinned_blocks -= len(pin.blocks)
+        self._pool.free_blocks(reversed(pin.blocks))  # tails become free first
+        self._counters[f"stores_{report.end.value}"] += 1
+        self._counters["chunks_stored"] += report.stored
+        progress = self._progress.get(pin.request_id)
+        if progress is None:
+            return
+        if report.end is StoreEnd.FULL:
+            progress.enabled = False  # what follows would have no head
+        elif report.end is StoreEnd.ORPHAN and 0 <= report.missing < progress.stored:
+            progress.rewinds += 1
+            progress.enabled = progress.rewinds <= MAX_REWINDS
+            progress.stored, progress.considered, progress.last_hash = report.missing, 0, b""
+
+    # ---- inside ------------------------------------------------------------------------------------------------------
+
+    def _complete_chunks(self, request: Request, scheduled: int, active: Active) -> int:
+        """Chunks whose KV is complete after this step.  Hashes exist for confirmed tokens only, not for drafts."""
+        tokens = min(request.num_computed_tokens + scheduled, len(request.block_hashes) * active.hash_block_size)
+        if not self._options.store_generated:
+            tokens = min(tokens, request.num_prompt_tokens)
+        return int(tokens // active.chunk_tokens)
+
+    def _job(self, progress: _Progress, complete: int, output: SchedulerOutput, active: Active) -> StoreJob | None:
+        request_id = progress.request.request_id
+        chain = active.chain(progress.request, complete)
+        at = progress.stored * HASH_BYTES
+        if progress.last_hash and chain[at - HASH_BYTES : at] != progress.last_hash:
+            progress.stored = 0
+        start = max(progress.stored, min(self._lookups.known_chunks(request_id), complete))
+        per_chunk = active.chunk_tokens // active.block_size
+        room = int(self._pool.num_gpu_blocks * self._options.pinned_fraction) - self.pinned_blocks
+        end = min(complete, start + max(0, room) // per_chunk)
+        self._counters["chunks_skipped_pins"] += complete - max(start, end)
+        if end <= start:
+            return None
+        table = output.kv_connector_block_state.get_block_ids(request_id)
+        blocks = tuple(self._pool.blocks[block] for block in table[0][start * per_chunk : end * per_chunk])
+        if len(blocks) != (end - start) * per_chunk or any(block.is_null for block in blocks):
+            raise RuntimeError(f"request {request_id} has {len(blocks)} blocks for chunks {start} to {end}")
+        job = StoreJob(
+            self._next_job,
+            chain[: end * HASH_BYTES],
+            start,
+            tuple(block.block_id for block in blocks),
+            active.generation,
+        )
+        self._pool.touch(blocks)
+        self._pins[job.job_id] = _Pin(request_id, blocks, end - start)
+        self.pinned_blocks += len(blocks)
+        self._next_job += 1
+        progress.stored, progress.last_hash = end, chain[(end - 1) * HASH_BYTES : end * HASH_BYTES]
+        return job

@@ -1,0 +1,129 @@
+"""The worker half: owns the KV memory's view and the copy threads.
+
+All of it runs on the engine's worker thread and only moves records; copies.py does the work.  Loads start after the
+forward was launched, stores after it ended (`wait_for_save`), when the KV of the step is complete.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvkeep.ipc.vllm import clients, identity, pages
+from kvkeep.ipc.vllm.copies import CopyThreads
+from kvkeep.ipc.vllm.guard import Guard
+from kvkeep.ipc.vllm.metadata import (
+    KVKeepMetadata,
+    KVKeepWorkerMetadata,
+    LoadJob,
+    LoadReport,
+    NamespaceSpec,
+    StoreEnd,
+    StoreReport,
+    WorkerFacts,
+)
+from kvkeep.ipc.vllm.options import Options
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+class WorkerHalf:
+    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, options: Options, guard: Guard) -> None:
+        self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
+        self._options, self._guard = options, guard
+        self._rank = 0  # one rank in this version
+        self._client: Any = None
+        self._facts: WorkerFacts | None = None
+        self._namespace: NamespaceSpec | None = None
+        self._generation = 0
+        self.copies: CopyThreads | None = None
+        self._lost_loads: list[LoadJob] = []  # that no copy thread took
+        self._lost_stores: list[StoreReport] = []
+        self._invalid_blocks: set[int] = set()
+        self._report = KVKeepWorkerMetadata()
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        try:
+            memory = pages.from_vllm(kv_caches, self._kv_cache_config)
+        except pages.UnknownLayout as sentence:
+            self._facts = WorkerFacts(str(sentence), 0, {})
+            return
+        layout = {"planes": memory.describe(), **identity.describe_platform(self._vllm_config, list(kv_caches))}
+        self._facts = WorkerFacts("", memory.page_bytes, layout)
+        self._client = clients.attach(self._options, f"vllm worker {self._rank}")
+        self.copies = CopyThreads(
+            self._client,
+            memory,
+            rank=self._rank,
+            load_threads=self._options.load_threads,
+            deadline_s=self._options.transfer_deadline_s,
+            log=self._guard.note,
+        )
+
+    def facts(self) -> WorkerFacts | None:
+        return self._facts
+
+    def start_loads(self, metadata: KVKeepMetadata) -> None:
+        self._generation = metadata.generation
+        if metadata.namespace is not None:
+            self._namespace = metadata.namespace
+        for job in metadata.loads:
+            try:
+                assert self.copies is not None
+                self.copies.submit_load(job)
+            except Exception as error:  # the scheduler waits for this id: it must come back
+                self._guard.note("submit_load", error)
+                self._lost_loads.append(job)
+
+    def start_stores(self, metadata: KVKeepMetadata) -> None:
+        for job in metadata.stores:
+            try:
+                assert self.copies is not None
+                assert self._namespace is not None
+                if job.generation != self._namespace.generation:
+                    raise RuntimeError(f"store of generation {job.generation} in {self._namespace.generation}")
+                self.copies.submit_store(job, self._namespace)
+            except Exception as error:  # its blocks are pinned until it is reported
+                self._guard.note("submit_store", error)
+                self._lost_stores.append(StoreReport(job.job_id, StoreEnd.FAILED))
+
+    def take_finished_loads(self, finished_requests: set[str]) -> set[str]:
+        """Request ids whose load has ended; what failed waits in `take_invalid_blocks`."""
+        if self.copies is None:
+            return set()
+        for request_id in finished_requests:
+            self.copies.cancel_load(request_id)
+        ended, stores = self.copies.take_ended()
+        reports = []
+        for end in ended:
+            bad = end.bad_blocks
+            if not bad and end.job.generation != self._generation:
+                bad = end.job.block_ids  # the cache was reset while it was under way
+            self._invalid_blocks.update(bad)
+            reports.append(LoadReport(end.job.request_id, not bad, end.confirmed))
+        for job in self._lost_loads:
+            self._invalid_blocks.update(job.block_ids)
+            reports.append(LoadReport(job.request_id, False, False))
+        self._report.loads += reports
+        self._report.stores += stores + self._lost_stores
+        self._lost_loads, self._lost_stores = [], []
+        return {report.request_id for report in reports}
+
+    def take_invalid_blocks(self) -> set[int]:
+        blocks, self._invalid_blocks = self._invalid_blocks, set()
+        return blocks
+
+    def take_report(self) -> KVKeepWorkerMetadata | None:
+        if not self._report.loads and not self._report.stores:
+            return None
+        report, self._report = self._report, KVKeepWorkerMetadata()
+        return report
+
+    def close(self) -> None:
+        if self.copies is not None:
+            self.copies.close()
+        if self._client is not None:
+            self._client.close()

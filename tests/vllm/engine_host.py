@@ -1,0 +1,185 @@
+"""A vLLM engine in a process of its own, driven by lines of JSON: ``python engine_host.py SETTINGS``.
+
+Reads one request per line from stdin, ``{"do": "generate", ...}``, and answers with one line on the descriptor named in
+the settings (stdout belongs to vLLM's log).  With ``multiprocessing`` off, scheduler, worker and connector live in this
+process, so that `report` can look into them and `faults` can stand between the connector and the daemon.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+def main() -> None:
+    settings = json.loads(sys.argv[1])
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if settings.get("multiprocessing") else "0"
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    answers = os.fdopen(settings["answers"], "w")
+    host = Host(settings)
+    print(json.dumps({"ready": True, "start_s": host.start_s}), file=answers, flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            answer = getattr(host, request.pop("do"))(**request)
+        except Exception as error:
+            import traceback
+
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=answers, flush=True)
+        if answer == "bye":
+            break
+    os._exit(0)
+
+
+class Host:
+    def __init__(self, settings: dict[str, Any]) -> None:
+        began = time.monotonic()
+        if settings.get("connector", True):
+            import faults
+
+            from kvkeep.ipc.vllm import clients
+
+            if "fake" in settings:
+                import fake_client
+
+                self.daemon = fake_client.FakeDaemon(**settings["fake"])
+                clients.attach = self.daemon.attach
+            self.faults = faults.Faults(clients.attach)
+            clients.attach = self.faults.attach
+        from vllm import LLM
+
+        options = {
+            "model": settings["model"],
+            "dtype": "float32",
+            "enforce_eager": True,
+            "block_size": 32,
+            "max_model_len": 2048,
+            "max_num_seqs": 16,
+            "enable_prefix_caching": True,
+            "disable_log_stats": False,
+            "seed": 0,
+        }
+        if settings.get("connector", True):
+            options["kv_transfer_config"] = {
+                "kv_connector": "KVKeepConnector",
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": settings.get("policy", "recompute"),
+                "kv_connector_extra_config": {"kvkeep.chunk_tokens": 64} | settings.get("options", {}),
+            }
+        self.llm = LLM(**options | settings.get("engine", {}))
+        self.start_s = time.monotonic() - began
+
+    def generate(
+        self, prompts: list[list[int]], max_tokens: int = 8, salts: list[str] | None = None, logprobs: int = 1
+    ) -> dict[str, Any]:
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=logprobs)
+        inputs: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
+        for one, salt in zip(inputs, salts or [], strict=False):
+            one["cache_salt"] = salt
+        began = time.monotonic()
+        outputs = self.llm.generate(inputs, params, use_tqdm=False)
+        seconds = time.monotonic() - began
+        answers = []
+        for output in outputs:
+            best = output.outputs[0]
+            chosen = [step[token].logprob for step, token in zip(best.logprobs or [], best.token_ids, strict=False)]
+            answers.append({"tokens": list(best.token_ids), "logprobs": chosen, "finish": best.finish_reason})
+        return {"answers": answers, "seconds": seconds}
+
+    def metrics(self) -> dict[str, float]:
+        """vLLM's own counters."""
+        found: dict[str, float] = {}
+        for metric in self.llm.get_metrics():
+            if hasattr(metric, "value"):
+                found[metric.name] = found.get(metric.name, 0) + metric.value
+        return found
+
+    def settle(self, deadline_s: float = 10.0) -> dict[str, Any]:
+        """Step the engine until its stores are reported; in process nobody does that for an idle engine."""
+        core = self.llm.llm_engine.engine_core.engine_core
+        until = time.monotonic() + deadline_s
+        while core.scheduler.connector.has_pending_push_work() and time.monotonic() < until:
+            core.step_fn()
+            time.sleep(0.002)
+        return self.report()
+
+    def forget_local(self) -> bool:
+        """Empty the engine's own prefix cache, so that what is hit comes from outside."""
+        self.settle()
+        return bool(self.llm.reset_prefix_cache())
+
+    def reset_all(self) -> bool:
+        self.settle()
+        return bool(self.llm.reset_prefix_cache(reset_connector=True))
+
+    def report(self) -> dict[str, Any]:
+        core = self.llm.llm_engine.engine_core.engine_core
+        scheduler = core.scheduler.connector
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        worker = get_kv_transfer_group()
+        pool = core.scheduler.kv_cache_manager.block_pool
+        half, other = scheduler.scheduler, worker.worker
+        answer: dict[str, Any] = {
+            "on": half is not None and half.active() is not None,
+            "guard": dict(scheduler.guard.counters) | dict(worker.guard.counters),
+            "blocks": pool.num_gpu_blocks,
+            "free_blocks": pool.get_num_free_blocks(),
+            "sent": dict(self.faults.sent),
+        }
+        if half is not None and half.lookups is not None:
+            answer |= {
+                "counters": dict(half.counters),
+                "copies": dict(other.copies.counters),
+                "held": half.lookups.held(),
+                "pinned": half.stores.pinned_blocks,
+            }
+        if hasattr(self, "daemon"):
+            answer |= {"messages": dict(self.daemon.messages), "references": self.daemon.references()}
+            answer["stored"] = self.daemon.stored()
+        return answer
+
+    def fault(self, **settings: Any) -> bool:
+        """See faults.Faults; ``daemon_up`` and the like reach the fake daemon."""
+        for name, value in settings.items():
+            target = self.faults if hasattr(self.faults, name) else self.daemon
+            setattr(target, name, value)
+        return True
+
+    def preemptions(self) -> int:
+        return int(self.metrics().get("vllm:num_preemptions", 0))
+
+    def abort_while_loading(self, prompt: list[int], after_steps: int) -> dict[str, Any]:
+        """Add a request, step the engine a few times, abort it, and run on until nothing is left."""
+        from vllm import SamplingParams
+
+        engine = self.llm.llm_engine
+        name = f"aborted-{time.monotonic_ns()}"
+        engine.add_request(name, {"prompt_token_ids": prompt}, SamplingParams(temperature=0, max_tokens=64))
+        for _ in range(after_steps):
+            engine.step()
+        engine.abort_request([name])
+        core = engine.engine_core.engine_core
+        until = time.monotonic() + 10
+        while core.scheduler.has_requests() and time.monotonic() < until:
+            core.step_fn()
+            time.sleep(0.001)
+        return self.report() | {"requests": len(core.scheduler.requests)}
+
+    def quit(self) -> str:
+        return "bye"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Stands between the connector and its client: counts what is sent, and breaks what a test asks it to break."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+
+class Faults:
+    """All settings are plain attributes; 0 or False = no fault."""
+
+    def __init__(self, attach: Callable[[Any, str], Any]) -> None:
+        self._attach = attach
+        self._random = random.Random(1)
+        self.sent: Counter[str] = Counter()
+        self.fail_loads = 0.0  # probability that a read gives wrong bytes and says so
+        self.refuse_loads = 0.0  # probability that a read is not opened
+        self.slow_loads_s = 0.0  # before a read is opened
+        self.slow_stores_s = 0.0  # between reservation and copy
+        self.raise_in = ""  # name of a client call that raises
+
+    def attach(self, options: Any, label: str) -> Any:
+        return _Client(self, self._attach(options, label))
+
+    def note(self, call: str) -> None:
+        self.sent[call] += 1
+        if self.raise_in == call:
+            raise RuntimeError(f"injected into {call}")
+
+    def happens(self, probability: float) -> bool:
+        return self._random.random() < probability
+
+
+class _Client:
+    def __init__(self, faults: Faults, inner: Any) -> None:
+        self._faults, self._inner = faults, inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def register(self, *args: Any, **kwargs: Any) -> Any:
+        self._faults.note("register")
+        return self._inner.register(*args, **kwargs)
+
+    def begin_lookup(self, *args: Any, **kwargs: Any) -> Any:
+        self._faults.note("begin_lookup")
+        return self._inner.begin_lookup(*args, **kwargs)
+
+    def open_read(self, *args: Any, **kwargs: Any) -> Any:
+        self._faults.note("open_read")
+        time.sleep(self._faults.slow_loads_s)
+        if self._faults.happens(self._faults.refuse_loads):
+            return None
+        reading = self._inner.open_read(*args, **kwargs)
+        if reading is not None and self._faults.happens(self._faults.fail_loads):
+            return _Garbage(reading)
+        return reading
+
+    def reserve(self, *args: Any, **kwargs: Any) -> Any:
+        self._faults.note("reserve")
+        reservation = self._inner.reserve(*args, **kwargs)
+        time.sleep(self._faults.slow_stores_s)
+        return reservation
+
+
+class _Garbage:
+    """A read whose bytes are wrong from the second chunk on (all of them if there is only one), and that notices."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self._good = 1 if len(inner.views) > 1 else 0
+        self.views = [view if n < self._good else view ^ 0x5A for n, view in enumerate(inner.views)]
+
+    def validate(self) -> list[bool]:
+        return [fine and n < self._good for n, fine in enumerate(self._inner.validate())]
+
+    def confirm(self) -> Any:
+        return self._inner.confirm()
