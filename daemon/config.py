@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 from kvkeep.daemon import lmcache
 from kvkeep.daemon.options import BY_KEY, OPTIONS, Option
+from kvkeep.ipc.rundir import run_dir_of
 
 GIB = 1 << 30
 PAGE = 4096
@@ -99,16 +100,6 @@ class Loaded:
         )
 
 
-def default_run_dir(name: str, environ: Mapping[str, str] | None = None, uid: int | None = None) -> str:
-    """Where an instance called ``name`` keeps its sockets; clients look in the same place."""
-    environ = os.environ if environ is None else environ
-    uid = os.getuid() if uid is None else uid
-    if uid == 0:
-        return f"/run/kvkeep/{name}"
-    runtime = environ.get("XDG_RUNTIME_DIR", "")
-    return f"{runtime}/kvkeep/{name}" if runtime else f"/tmp/kvkeep-{uid}/{name}"
-
-
 def check_name(name: str) -> str:
     if not NAME.fullmatch(name):
         raise ConfigError(
@@ -158,7 +149,7 @@ def load(argv: Sequence[str], environ: Mapping[str, str] | None = None, prog: st
 
     check_name(values["name"])
     if not values["run_dir"]:
-        values["run_dir"] = default_run_dir(values["name"], environ)
+        values["run_dir"] = run_dir_of(values["name"])
     check_run_dir(values["run_dir"])
     fields = {key: value for key, value in values.items() if key != "l1_size_gb"}
     config = Config(l1_bytes=int(values["l1_size_gb"] * GIB) // PAGE * PAGE, **fields)

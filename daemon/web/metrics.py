@@ -15,9 +15,10 @@ from kvkeep.daemon.web.source import age_s, problems
 # Counter of the daemon -> what it counts.
 COUNTERS = {
     "attaches": "Clients that attached",
-    "attaches_refused": "Clients that were refused at attach",
+    "attach_refused": "Clients that were refused at attach",
     "detaches": "Clients whose connection ended",
     "requests": "Requests answered, errors included",
+    "malformed": "Messages that were no request",
     "lookups": "LOOKUP requests",
     "lookup_chunks": "Chunks asked for in LOOKUP requests",
     "lookup_chunks_hit": "Chunks found in LOOKUP requests",
@@ -57,6 +58,7 @@ _L1 = {
     "entries": ("l1_entries", "Chunks held"),
     "entries_capacity": ("l1_entries_capacity", "Chunks that can be held at once"),
     "references": ("l1_references", "References held by readers"),
+    "lookups_waiting": ("l1_lookups_waiting", "Lookups that wait for chunks being written"),
 }
 
 _NAME = re.compile(r"[^a-zA-Z0-9_]")
@@ -82,7 +84,7 @@ def _lines(document: Mapping[str, Any]) -> Iterator[str]:
         if key in _L1 or isinstance(l1.get(key), (int, float)):
             yield from _metric(name, "gauge", text, [({}, _number(l1.get(key)))])
 
-    yield from _metric("clients", "gauge", "Clients attached", [({}, len(_items(d.get("clients"))))])
+    yield from _metric("clients", "gauge", "Clients attached", [({}, _clients(d))])
     namespaces = [(_labels(n), n) for n in _items(d.get("namespaces"))]
     yield from _metric("namespaces", "gauge", "Namespaces registered", [({}, len(namespaces))])
     for key in ("entries", "bytes"):
@@ -109,8 +111,14 @@ def _labels(namespace: Mapping[str, Any]) -> dict[str, str]:
     return {
         "namespace": str(namespace.get("id", "")),
         "digest": str(namespace.get("digest", ""))[:16],
-        "model": str(manifest.get("model", "")),
+        "model": str(manifest.get("model") or namespace.get("model") or ""),
     }
+
+
+def _clients(document: Mapping[str, Any]) -> float:
+    """The list may be cut; the total is not."""
+    total = document.get("clients_total")
+    return _number(total) if total is not None else len(_items(document.get("clients")))
 
 
 def _escape(label: str) -> str:

@@ -32,7 +32,7 @@ from kvkeep.daemon.web.source import STALE_AFTER_S, StatsSource, age_s, problems
 
 MAX_CONNECTIONS = 64
 IDLE_CONNECTION_S = 15
-LOOP_S = 2.0  # how often the main loop comes round without a request, and beats
+LOOP_S = 5.0  # how often the main loop comes round without a request, and beats
 
 log = logging.getLogger("kvkeep.web")
 

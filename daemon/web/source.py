@@ -1,8 +1,8 @@
 """The daemon's stats page as a document.
 
-The meta segment is mapped read-only.  The document is decoded at most every `CACHE_S`, however many ask.  Its field
-``monotonic_s`` says when the control process wrote it (the clock is the same in both processes): an old one means that
-control is stuck, since it writes at least every few seconds.
+The meta segment is mapped read-only.  The document is decoded at most every `CACHE_S`, however many ask.  It says when
+the control process wrote it: an old one means that control is stuck, since it writes at least every few seconds.
+``monotonic_s`` is preferred to ``time``, because the wall clock may be set; both processes have the same clocks.
 """
 
 from __future__ import annotations
@@ -52,8 +52,11 @@ class StatsSource:
 
 def age_s(document: dict[str, Any]) -> float:
     """Seconds since control wrote it; 0 when it does not tell."""
-    written = document.get("monotonic_s")
-    return max(0.0, time.monotonic() - written) if isinstance(written, (int, float)) else 0.0
+    for field, clock in (("monotonic_s", time.monotonic), ("time", time.time)):
+        written = document.get(field)
+        if isinstance(written, (int, float)):
+            return max(0.0, clock() - written)
+    return 0.0
 
 
 def problems(document: dict[str, Any]) -> list[str]:

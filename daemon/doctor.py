@@ -1,0 +1,102 @@
+"""`kvkeep doctor`: what of this host and this instance stands in the way, and what to change.
+
+Takes the settings that kvkeepd would take (flags, environment, file), so that it judges the arena that would be made.
+Looks only; the one thing it touches is a connection to the daemon, which it closes.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import stat
+import sys
+from collections.abc import Iterator
+
+from kvkeep.daemon import reach
+from kvkeep.daemon.config import Config
+from kvkeep.daemon.main import need
+from kvkeep.shm import hostcheck
+from kvkeep.shm.hostcheck import ERROR, OK, WARN, Finding
+
+OLDEST_KERNEL = (5, 10)
+
+
+def examine(config: Config) -> list[Finding]:
+    findings = [*_system(), *hostcheck.check(need(config)), *_run_dir(config), *_daemon(config)]
+    return findings
+
+
+def _system() -> Iterator[Finding]:
+    release = platform.release()
+    try:
+        numbers = tuple(int(part) for part in release.split("-")[0].split(".")[:2])
+    except ValueError:
+        numbers = OLDEST_KERNEL
+    if numbers < OLDEST_KERNEL:
+        oldest = ".".join(map(str, OLDEST_KERNEL))
+        yield Finding(WARN, "kernel", f"Linux {release} is older than {oldest}, the oldest that is tested: upgrade it")
+    else:
+        yield Finding(OK, "kernel", f"Linux {release}, Python {sys.version.split()[0]}")
+    for module in ("posix_ipc", "zmq", "msgspec", "blake3", "xxhash", "numpy"):
+        try:
+            __import__(module)
+        except ImportError as problem:
+            yield Finding(ERROR, "packages", f"{module} cannot be imported ({problem}): install kvkeep again with pip")
+
+
+def _run_dir(config: Config) -> Iterator[Finding]:
+    """Whether kvkeepd, as this user, could put its sockets there."""
+    path = config.run_dir
+    try:
+        folder = os.stat(path)
+    except FileNotFoundError:
+        parent = path
+        while not os.path.isdir(parent):
+            parent = os.path.dirname(parent)
+        if os.access(parent, os.W_OK | os.X_OK):
+            yield Finding(OK, "run-dir", f"{path} does not exist yet and can be made")
+        else:
+            yield Finding(
+                WARN, "run-dir", f"{path} cannot be made by uid {os.geteuid()} in {parent}: give another --run-dir"
+            )
+        return
+    except OSError as problem:
+        yield Finding(WARN, "run-dir", f"{path} cannot be looked at ({problem.strerror})")
+        return
+    if not stat.S_ISDIR(folder.st_mode):
+        yield Finding(ERROR, "run-dir", f"{path} is not a directory: remove it, or give another --run-dir")
+    elif folder.st_mode & stat.S_IWOTH:
+        yield Finding(
+            ERROR, "run-dir", f"{path} is writable for everybody, who could replace the sockets: chmod o-w {path}"
+        )
+    elif folder.st_uid not in (os.geteuid(), 0):
+        yield Finding(OK, "run-dir", f"{path} belongs to uid {folder.st_uid}, you look as uid {os.geteuid()}")
+    else:
+        yield Finding(OK, "run-dir", f"{path} is in order")
+
+
+def _daemon(config: Config) -> Iterator[Finding]:
+    there = reach.look(config.run_dir)
+    if not there.reachable:
+        yield Finding(WARN, "daemon", there.message)
+        return
+    from kvkeep.daemon.config import version
+    from kvkeep.ipc.client import Client
+
+    try:
+        with Client.attach(config.run_dir, name="kvkeep-doctor", arena=False) as client:
+            document = client.stats()
+    except Exception as problem:  # whatever it is, the doctor's answer is that sentence
+        yield Finding(ERROR, "daemon", f"kvkeepd accepts connections but does not answer: {problem}")
+        return
+    ours, theirs = version().removeprefix("kvkeep "), str(document.get("version", "?"))
+    if ours != theirs:
+        yield Finding(
+            WARN, "version", f"the daemon is kvkeep {theirs}, installed here is {ours}: restart it after an upgrade"
+        )
+    reasons = [str(reason) for reason in document.get("reasons", [])]
+    if document.get("health") == "ok":
+        clients = document.get("clients_total", len(document.get("clients", [])))
+        yield Finding(OK, "daemon", f"kvkeepd {theirs} serves {clients} clients, epoch {document.get('epoch')}")
+    else:
+        yield Finding(ERROR, "daemon", "kvkeepd is degraded: " + ("; ".join(reasons) or "it does not say why"))
