@@ -1,0 +1,422 @@
+"""The client library: what an engine, a connector or a script uses to keep and find KV.
+
+    with Client.attach() as kv:
+        ns = kv.register({"model": "org/model", "kv_dtype": "bfloat16", ...}, shard_bytes=1 << 20)
+        kv.store(ns, hashes, buffers)                      # StoreResult: .stored .present .refused .failed
+        with kv.lookup(ns, hashes) as found:               # found.ready chunks, held until the end of the block
+            exact = kv.retrieve(found, targets[: found.ready])   # [True, ...]: the exact bytes are in the target
+
+Promises
+  * A data-path call (store, lookup, retrieve, reserve, open_read) never raises because of the daemon and never waits
+    longer than its deadline.  Without a daemon it answers at once: miss, unavailable.  It raises ValueError for
+    arguments that make no sense, and RuntimeError in a fork of the process that attached.
+  * A restart of the daemon needs nothing from the caller: the client attaches and registers again by itself.
+  * Any thread may call anything.  `close` takes half a second at most; a client that is killed needs no closing.
+
+One module per concept: `client_session` (attach, lose, attach again), `client_rpc` (one socket), `client_arena` (the
+mapping), `client_lookup`, `client_store`, `namespace`, `buffers`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import msgspec
+
+from kvkeep.ipc import messages as m
+from kvkeep.ipc.buffers import Buffers, Hashes, pack_hashes, rows
+from kvkeep.ipc.client_lookup import Lookup, PendingLookup, Reading, open_reading
+from kvkeep.ipc.client_rpc import Attachment
+from kvkeep.ipc.client_session import Options, Session
+from kvkeep.ipc.client_store import Reservation, Stored, StoreResult, outcomes, reservation_of
+from kvkeep.ipc.errors import AttachRefused, Denied, ProtocolError, Unavailable
+from kvkeep.ipc.keys import Manifest, canonical
+from kvkeep.ipc.messages import HASH_BYTES, MAX_CHUNKS
+from kvkeep.ipc.namespace import Namespace
+
+MANAGEMENT_S = 10.0
+_MISS_S = 0.001
+
+
+class Client:
+    """See the module.  Made by `attach`."""
+
+    def __init__(self, session: Session, *, checksums: bool) -> None:
+        self._session = session
+        self._checksums = checksums
+        self._finalizer = weakref.finalize(self, session.close)
+
+    # ---- life --------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def attach(
+        cls,
+        run_dir: str | os.PathLike[str] | None = None,
+        *,
+        name: str = "",
+        deadline_s: float = 5.0,
+        wait: bool = True,
+        checksums: bool = False,
+        arena: bool = True,
+    ) -> Client:
+        """Attach to the daemon at ``run_dir`` (default: see rundir.py); ``name`` is what `kvkeep status` calls us.
+
+        ``wait=False`` returns at once and attaches in the background; until then everything is a miss.  With ``wait``
+        raises Unavailable, or AttachRefused with the daemon's sentence.  ``checksums`` adds an xxh3 of every stored
+        shard and verifies it when loading.  ``arena=False`` is for management: no memory is mapped.
+        """
+        session = Session(Options(run_dir, name, arena))
+        session.start()
+        client = cls(session, checksums=checksums)
+        if wait and not session.wait_attached(deadline_s):
+            client.close()
+            if session.refused is not None:
+                raise AttachRefused(session.refused.code, session.refused.message)
+            raise Unavailable(
+                f"no daemon let us in at {session.where()} within {deadline_s:g} s ({session.last_error}); "
+                "start kvkeepd, or say where it runs with run_dir or KVKEEP_RUN_DIR"
+            )
+        return client
+
+    @property
+    def attached(self) -> bool:
+        return self._session.attachment is not None
+
+    @property
+    def hung(self) -> bool:
+        """Attached, but a deadline expired and the daemon has not answered since: everything is a miss."""
+        attachment = self._session.attachment
+        return attachment is not None and attachment.hung
+
+    @property
+    def epoch(self) -> int:
+        """Of the current attachment; 0 = none."""
+        attachment = self._session.attachment
+        return attachment.epoch if attachment is not None else 0
+
+    @property
+    def chunk_tokens(self) -> int:
+        """The daemon's default, for callers that have none of their own; 0 = not attached."""
+        attachment = self._session.attachment
+        return attachment.welcome.chunk_tokens if attachment is not None else 0
+
+    @property
+    def eventfd(self) -> int:
+        """Readable (8 bytes) when a pending lookup may have an answer.  The same for the client's whole life; take it
+        out of your event loop before `close`."""
+        return self._session.eventfd
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """What has happened on this side: attaches, late calls, stray replies, …"""
+        return dict(self._session.counters)
+
+    @property
+    def state(self) -> str:
+        """One line for logs: attached, or why not."""
+        attachment = self._session.attachment
+        if attachment is None:
+            return f"not attached to {self._session.where()}: {self._session.last_error}"
+        return f"attached to {self._session.where()}, epoch {attachment.epoch}" + ", hung" * attachment.hung
+
+    def close(self) -> None:
+        """Detach: the daemon drops all references and reservations of this client.  Views stay readable."""
+        self._finalizer()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a kvkeep client cannot be pickled or copied; attach a new one in the other process")
+
+    def __repr__(self) -> str:
+        return f"Client({self.state})"
+
+    # ---- namespaces --------------------------------------------------------------------------------------------------
+
+    def register(
+        self, manifest: Mapping[str, Any] | Manifest, *, shard_bytes: int, shards: int = 1, deadline_s: float = 5.0
+    ) -> Namespace:
+        """The namespace of this manifest and geometry; the same object for the same identity.  Without a daemon it is
+        registered when there is one.  Raises ProtocolError if the daemon refuses it."""
+        self._session.check_process()
+        if shard_bytes <= 0 or shards <= 0:
+            raise ValueError(f"shard_bytes ({shard_bytes}) and shards ({shards}) must be positive")
+        fresh = Namespace(canonical(manifest), shard_bytes, shards)
+        session = self._session
+        namespace, attachment = session.adopt(fresh)
+        binding = namespace.binding(attachment) if attachment is not None else None
+        if attachment is not None and (binding is None or not binding.id):
+            reply = session.call(attachment, namespace.request(attachment), deadline_s)
+            if reply is not None:
+                problem = namespace.bind(attachment, reply)
+                if problem:
+                    raise ProtocolError(problem, reply.code if isinstance(reply, m.Error) else "")
+            elif attachment.alive:
+                # no answer: nobody would register it with this attachment any more, so take a new one
+                session.lost(attachment, "it did not answer a REGISTER")
+        return namespace
+
+    def _bound(self, namespace: Namespace) -> tuple[Attachment, int] | None:
+        session = self._session
+        session.check_process()
+        attachment = session.attachment
+        if attachment is None or attachment.hung:
+            return None
+        binding = namespace.binding(attachment)
+        return (attachment, binding.id) if binding is not None and binding.id else None
+
+    # ---- store -------------------------------------------------------------------------------------------------------
+
+    def store(
+        self,
+        ns: Namespace,
+        hashes: Hashes,
+        buffers: Buffers,
+        *,
+        start: int = 0,
+        shard: int = 0,
+        deadline_s: float = 5.0,
+    ) -> StoreResult:
+        """Keep the bytes of ``shard`` of chunks ``start``… of the chain ``hashes`` (all of it, from the root).
+        ``buffers[i]`` belongs to chunk ``start + i``.  They may be reused when this returns."""
+        packed = pack_hashes(hashes)
+        chunks = len(packed) // HASH_BYTES - start
+        if len(buffers) != chunks:
+            raise ValueError(
+                f"{len(buffers)} buffers for {chunks} chunks ({len(packed) // HASH_BYTES} - start {start})"
+            )
+        until = time.monotonic() + deadline_s
+        with self.reserve(ns, packed, start=start, shard=shard, deadline_s=deadline_s) as reservation:
+            committed: list[m.Outcome] = []
+            if reservation.granted:
+                if len(reservation.granted) == chunks:
+                    sources = rows(buffers, ns.shard_bytes)
+                else:
+                    sources = rows([buffers[i - start] for i in reservation.granted], ns.shard_bytes)
+                if reservation.write_all(sources):
+                    committed = reservation.commit(deadline_s=max(_MISS_S, until - time.monotonic()))
+                else:
+                    committed = [m.Outcome.LOST] * len(sources)
+            return StoreResult(outcomes(reservation, committed, chunks), reservation.missing)
+
+    def reserve(
+        self, ns: Namespace, hashes: Hashes, *, start: int = 0, shard: int = 0, deadline_s: float = 1.0
+    ) -> Reservation:
+        """Ask for extents for the chunks from ``start`` on that are missing.  Blocks for one round trip."""
+        packed = pack_hashes(hashes)
+        total = len(packed) // HASH_BYTES
+        if not 0 <= start <= total:
+            raise ValueError(f"start {start} of a chain of {total} chunks")
+        if not 0 <= shard < ns.shards:
+            raise ValueError(f"shard {shard} of a namespace with {ns.shards}")
+        if total > MAX_CHUNKS:
+            raise ValueError(f"a chain of {total} chunks, the limit is {MAX_CHUNKS}; use larger chunks")
+        bound = self._bound(ns)
+        if bound is None or start == total:
+            return Reservation(self._session)
+        attachment, namespace_id = bound
+        if not attachment.mapped:
+            raise ValueError("this client was attached with arena=False; it cannot store")
+        request = m.Store(attachment.lease, attachment.epoch, namespace_id, shard, packed, start)
+        reply = self._session.call(attachment, request, deadline_s)
+        if not isinstance(reply, m.StoreReply):
+            self._unexpected(attachment, reply)
+            return Reservation(self._session)
+        return reservation_of(
+            self._session,
+            attachment,
+            reply,
+            chunks=total - start,
+            start=start,
+            length=ns.shard_bytes,
+            checksums=self._checksums,
+        )
+
+    # ---- lookup and retrieve -----------------------------------------------------------------------------------------
+
+    def lookup(
+        self, ns: Namespace, hashes: Hashes, *, readers: int = 1, wait_s: float = 0.0, deadline_s: float = 1.0
+    ) -> Lookup:
+        """The longest present prefix.  It is held for ``readers`` confirmations of each shard, or until `release`;
+        ``readers=0`` only asks.  ``wait_s``: how long the daemon may wait for chunks that are just being written; the
+        deadline counts on top of it."""
+        if wait_s > 0:
+            return self.begin_lookup(ns, hashes, readers=readers, wait_s=wait_s, deadline_s=deadline_s).wait(
+                wait_s + deadline_s
+            )
+        session = self._session
+        packed = pack_hashes(hashes)[: MAX_CHUNKS * HASH_BYTES]
+        bound = self._bound(ns)
+        if bound is not None and packed:
+            attachment, namespace_id = bound
+            request = m.Lookup(attachment.lease, attachment.epoch, namespace_id, packed, readers, 0)
+            reply = session.call(attachment, request, deadline_s)
+            if type(reply) is m.LookupReply and not reply.pending and 0 <= reply.ready <= len(packed) // HASH_BYTES:
+                return Lookup(session, attachment, reply.handle, reply.ready, readers * ns.shards)
+            self._unexpected(attachment, reply)
+        return Lookup(session, None, 0, 0, 0)
+
+    def begin_lookup(
+        self, ns: Namespace, hashes: Hashes, *, readers: int = 1, wait_s: float = 0.0, deadline_s: float = 1.0
+    ) -> PendingLookup:
+        """Sends, and returns at once.  ``deadline_s`` after ``wait_s``, `PendingLookup.poll` answers with a miss."""
+        packed = pack_hashes(hashes)[: MAX_CHUNKS * HASH_BYTES]
+        bound = self._bound(ns) if packed else None
+        if bound is None:
+            return PendingLookup(self._session, None)
+        attachment, namespace_id = bound
+        pending = PendingLookup(
+            self._session, attachment, confirmations=readers * ns.shards, wait_s=wait_s, deadline_s=deadline_s
+        )
+        wait_ms = max(0, round(wait_s * 1000))
+        request = m.Lookup(attachment.lease, attachment.epoch, namespace_id, packed, readers, wait_ms)
+        pending.send(self._session.channel(attachment), m.encode(request))
+        return pending
+
+    def retrieve(
+        self,
+        lookup: Lookup,
+        buffers: Buffers,
+        *,
+        shard: int = 0,
+        start: int = 0,
+        deadline_s: float = 5.0,
+        confirm: bool = True,
+    ) -> list[bool]:
+        """Copy chunks ``start``… of a lookup into ``buffers``.  True = the exact bytes are in the buffer; False = a
+        miss, and the buffer's content is undefined.  ``confirm`` ends this reader's share of ``shard`` in any case."""
+        session, attachment, total = self._session, lookup._attachment, len(buffers)
+        session.check_process()
+        if start < 0 or shard < 0:
+            raise ValueError(f"start {start} and shard {shard} must not be negative")
+        if not lookup.alive or attachment is None:
+            return [False] * total
+        if lookup._session is not session:
+            raise ValueError("this lookup belongs to another client; use open_read with its handle")
+        count = min(total, lookup.ready - start)
+        reading = None
+        request = m.Retrieve(attachment.lease, attachment.epoch, lookup.handle, shard, start, count)
+        try:
+            if count > 0:
+                reading = open_reading(session, attachment, request, deadline_s, lookup=lookup, verify=self._checksums)
+            if reading is None:
+                return [False] * total
+            good = reading.read_all(rows(buffers, reading.length, writable=True, limit=count))
+            return good + [False] * (total - count)
+        finally:
+            if confirm and reading is not None:
+                reading.confirm()
+            elif confirm:
+                lookup.confirmed()
+                session.settle(
+                    attachment, m.Confirm(attachment.lease, attachment.epoch, lookup.handle, shard), deadline_s
+                )
+
+    def open_read(self, handle: int, shard: int, start: int, count: int, *, deadline_s: float = 1.0) -> Reading | None:
+        """Extents by handle, also of a lookup that another client made.  None = cannot be read, confirm not needed."""
+        session = self._session
+        session.check_process()
+        attachment = session.attachment
+        if attachment is None or handle <= 0 or count <= 0 or start < 0 or shard < 0:
+            return None
+        request = m.Retrieve(attachment.lease, attachment.epoch, handle, shard, start, count)
+        return open_reading(session, attachment, request, deadline_s, lookup=None, verify=self._checksums)
+
+    def release_handle(self, handle: int) -> None:
+        """Give back a handle that was handed over (`Lookup.hand_over`) and will not be read after all."""
+        attachment = self._session.attachment
+        if attachment is not None and handle > 0:
+            self._session.settle(attachment, m.Release(attachment.lease, attachment.epoch, handle), 0.5)
+
+    def confirm_handle(self, handle: int, shard: int) -> None:
+        """Confirm without reading: this reader does not need its share."""
+        attachment = self._session.attachment
+        if attachment is not None and handle > 0:
+            self._session.settle(attachment, m.Confirm(attachment.lease, attachment.epoch, handle, shard), 0.5)
+
+    def _unexpected(self, attachment: Attachment, reply: m.AnyReply | None) -> None:
+        """A data-path answer that is none: a miss, counted; a namespace that is not known there is registered anew."""
+        if isinstance(reply, m.Error):
+            if reply.code == m.ErrorCode.UNKNOWN_NAMESPACE.value:
+                self._session.lost(attachment, reply.message)
+        elif reply is not None:
+            self._session.counters["protocol_errors"] += 1
+            self._session.give_back_reply(attachment, reply)
+
+    # ---- management: raises Unavailable, Denied, ProtocolError -------------------------------------------------------
+
+    def ping(self, *, deadline_s: float = MANAGEMENT_S) -> float:
+        """Seconds of one round trip."""
+        begin = time.monotonic()
+        self._manage(m.Ok, m.Ping, deadline_s=deadline_s)
+        return time.monotonic() - begin
+
+    def stats(self) -> dict[str, Any]:
+        return self._document(m.Stats)
+
+    def list(self, namespace: int | Namespace = 0, cursor: int = 0, limit: int = 1000) -> dict[str, Any]:
+        return self._document(m.List, _id(namespace), cursor, limit)
+
+    def check(self) -> dict[str, Any]:
+        return self._document(m.Check, deadline_s=60.0)
+
+    def clear(self, namespace: int | Namespace = 0) -> int:
+        """Chunks dropped."""
+        return int(self._manage(m.Ok, m.Clear, _id(namespace)).count)
+
+    def delete(self, namespace: int | Namespace, hashes: Hashes) -> int:
+        """Chunks dropped; referenced ones stay."""
+        return int(self._manage(m.Ok, m.Delete, _id(namespace), pack_hashes(hashes)).count)
+
+    def pin(self, namespace: int | Namespace, hashes: Hashes, *, ttl_s: float = 3600.0) -> tuple[int, int]:
+        """(pin, chunks protected); pin 0 = nothing was there."""
+        reply = self._manage(m.Pinned, m.Pin, _id(namespace), pack_hashes(hashes), ttl_s)
+        return reply.pin, reply.count
+
+    def unpin(self, pin: int) -> int:
+        return int(self._manage(m.Ok, m.Unpin, pin).count)
+
+    def _document(self, kind: type[m.Request], *fields: Any, deadline_s: float = MANAGEMENT_S) -> dict[str, Any]:
+        document = msgspec.json.decode(self._manage(m.Document, kind, *fields, deadline_s=deadline_s).json)
+        if not isinstance(document, dict):
+            raise ProtocolError(f"the daemon's document is a {type(document).__name__}, not an object")
+        return document
+
+    def _manage(
+        self, expected: type[Any], kind: type[m.Request], *fields: Any, deadline_s: float = MANAGEMENT_S
+    ) -> Any:
+        session = self._session
+        session.check_process()
+        attachment = session.attachment
+        if attachment is None:
+            raise Unavailable(self.state)
+        request = kind(attachment.lease, attachment.epoch, *fields)
+        reply = session.call(attachment, request, deadline_s)  # type: ignore[arg-type]
+        if isinstance(reply, expected):
+            return reply
+        if reply is None:
+            raise Unavailable(f"the daemon did not answer {kind.__name__} within {deadline_s:g} s: {self.state}")
+        if isinstance(reply, m.Error):
+            if reply.code == m.ErrorCode.DENIED.value:
+                raise Denied(reply.message)
+            raise ProtocolError(reply.message, reply.code)
+        raise ProtocolError(f"the daemon answered {kind.__name__} with {type(reply).__name__}")
+
+
+def _id(namespace: int | Namespace) -> int:
+    if isinstance(namespace, Namespace):
+        if not namespace.id:
+            raise Unavailable(f"{namespace!r} is not registered with a daemon now")
+        return namespace.id
+    return namespace
+
+
+__all__ = ["Client", "Lookup", "Namespace", "PendingLookup", "Reading", "Reservation", "StoreResult", "Stored"]

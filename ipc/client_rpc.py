@@ -1,0 +1,276 @@
+"""One DEALER socket of a client, and what it is attached to.
+
+A `Channel` belongs to the thread that made it and to one `Attachment` (one epoch of one daemon).  Its lock is there for
+the rare second user: the session's thread that drains it, or another thread that polls a pending lookup.
+
+Replies come back in any order.  The one that is waited for ends the wait; one with a sink (a pending lookup) goes
+there; any other is *stray*: its request was given up.  A stray reply that carries a handle hands it back, or the daemon
+would count references and reservations that nobody knows of.
+
+Every wait ends at its deadline, or at once when the attachment ends.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+import zmq
+
+from kvkeep.ipc.client_arena import Arena
+from kvkeep.ipc.messages import REQUEST_ID_BYTES, AnyReply, Error, ErrorCode, Welcome, decode_reply
+
+HIGH_WATER = 256  # messages each way; a daemon that hangs must not cost the client memory
+MAX_REPLY_BYTES = 64 << 20
+FAST_WAIT_MS = 5  # longer waits go through a poller that also sees the attachment end
+
+Sink = Callable[[AnyReply], bool]  # True = this was the last reply for it; called under the channel's lock
+
+
+class Attachment:
+    """One attach: the lease, the mapping, and whether it is still good.  Ends once, for all who hold it."""
+
+    def __init__(
+        self, sock: socket.socket, welcome: Welcome, arena: Arena | None, event_fd: int, endpoint: str
+    ) -> None:
+        self.sock = sock
+        self.welcome = welcome
+        self.lease = welcome.lease
+        self.epoch = welcome.epoch
+        self.mapped = arena is not None
+        self.arena = arena  # None again when it is over
+        self.event_fd = event_fd  # -1 = none
+        self.endpoint = endpoint
+        self.alive = True
+        self.hung = False  # the breaker: a deadline expired, and no answer has come since
+        self.down_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # readable from the end on
+
+    def end(self) -> bool:
+        """True for the one call that ended it."""
+        if not self.alive:
+            return False
+        self.alive = False
+        os.eventfd_write(self.down_fd, 1)
+        return True
+
+    def __del__(self) -> None:
+        for fd in (getattr(self, "down_fd", -1), self.event_fd):
+            if fd >= 0:
+                os.close(fd)
+
+
+class Channel:
+    def __init__(
+        self,
+        attachment: Attachment,
+        context: zmq.Context[zmq.Socket[bytes]],
+        *,
+        stray: Callable[[Attachment, AnyReply], None],
+        late: Callable[[Attachment, str, float], None],
+        counters: dict[str, int],
+    ) -> None:
+        self.attachment = attachment
+        self.lock = threading.Lock()
+        self.owner = threading.current_thread()
+        self.closed = False
+        self.sent = False  # whether the last `call` left this process
+        self.sinks: dict[bytes, Sink] = {}
+        self._unanswered = 0  # requests without a sink whose reply has not come yet
+        self._forgotten: set[bytes] = set()  # requests that lost their sink, likewise
+        self._stray, self._late, self._counters = stray, late, counters
+        self._last_id = 0
+        sock = context.socket(zmq.DEALER)
+        for option, value in (
+            (zmq.LINGER, 0),
+            (zmq.IMMEDIATE, 1),
+            (zmq.SNDHWM, HIGH_WATER),
+            (zmq.RCVHWM, HIGH_WATER),
+            (zmq.RECONNECT_IVL, 20),
+            (zmq.RECONNECT_IVL_MAX, 1000),
+            (zmq.MAXMSGSIZE, MAX_REPLY_BYTES),
+            (zmq.RCVTIMEO, FAST_WAIT_MS),
+        ):
+            sock.setsockopt(option, value)
+        sock.connect(attachment.endpoint)
+        self.socket = sock
+
+    def call(self, body: bytes, deadline_s: float) -> AnyReply | None:
+        """Send and wait.  None = no usable answer; when the deadline was the reason, `late` was told."""
+        until = time.monotonic() + deadline_s
+        self.sent = False
+        if not self.lock.acquire(timeout=max(deadline_s, 0.0)):
+            return None
+        try:
+            request_id = self._next_id()
+            if not self._usable() or not self._send(request_id, body, until):
+                reply = None
+            else:
+                self.sent = True
+                self._unanswered += 1  # until proven otherwise, also when an exception interrupts the wait
+                reply = self._await(request_id, until)
+            if reply is None and self._usable() and time.monotonic() >= until:
+                self._late(self.attachment, f"{_tag(body)} of {len(body)} bytes", deadline_s)
+            return reply
+        finally:
+            self.lock.release()
+
+    def post(self, body: bytes, sink: Sink | None = None) -> bytes | None:
+        """Send without waiting: the request id, or None if it could not be sent now."""
+        if not self.lock.acquire(timeout=0.05):
+            return None
+        try:
+            request_id = self._next_id()
+            if sink is not None:
+                self.sinks[request_id] = sink
+            # a fresh socket needs a moment to connect
+            until = time.monotonic() + (0.05 if self._last_id == 1 else 0.0)
+            if self._usable() and self._send(request_id, body, until):
+                self._unanswered += sink is None
+                return request_id
+            self.sinks.pop(request_id, None)
+            return None
+        finally:
+            self.lock.release()
+
+    def forget(self, request_id: bytes) -> None:
+        """The sink is not interested any more: the reply will be a stray.  Takes no lock: finalizers call it."""
+        if self.sinks.pop(request_id, None) is not None:
+            self._forgotten.add(request_id)
+
+    @property
+    def expects_strays(self) -> bool:
+        return self._unanswered > 0 or bool(self._forgotten)
+
+    def drain(self) -> None:
+        """Take what has arrived.  Does nothing if the channel is in use: its user takes it."""
+        if not self.lock.acquire(blocking=False):
+            return
+        try:
+            while self._usable():
+                try:
+                    frames = self.socket.recv_multipart(zmq.NOBLOCK)
+                except zmq.ZMQError:
+                    return
+                self._take(frames, b"")
+        finally:
+            self.lock.release()
+
+    def wait(self, done: Callable[[], bool], until: float) -> None:
+        """Take replies until ``done()``, the deadline, or the end of the attachment.  Shares the lock now and then."""
+        while not done() and self._usable():
+            left = until - time.monotonic()
+            if left <= 0:
+                return
+            self.drain()
+            if done() or not self.lock.acquire(timeout=left):
+                return
+            try:
+                if self._usable():
+                    self._ready(zmq.POLLIN, min(until, time.monotonic() + 0.02))
+            finally:
+                self.lock.release()
+
+    def close(self, wait_s: float = 0.0) -> bool:
+        """False = in use; its user closes it when it sees that the attachment has ended."""
+        if not self.lock.acquire(timeout=wait_s):
+            return False
+        self.closed = True
+        self.sinks.clear()
+        self.socket.close(0)
+        self.lock.release()
+        return True
+
+    # ---- under the lock ----------------------------------------------------------------------------------------------
+
+    def _usable(self) -> bool:
+        return not self.closed and self.attachment.alive
+
+    def _next_id(self) -> bytes:
+        self._last_id += 1
+        return self._last_id.to_bytes(REQUEST_ID_BYTES, "little")
+
+    def _send(self, request_id: bytes, body: bytes, until: float) -> bool:
+        while True:
+            try:
+                self.socket.send(request_id, zmq.SNDMORE | zmq.NOBLOCK)
+                break
+            except zmq.Again:  # not connected yet, or the queue of a hung daemon is full
+                if not self._ready(zmq.POLLOUT, until):
+                    return False
+            except zmq.ZMQError:
+                return False
+        try:
+            self.socket.send(body, zmq.NOBLOCK)
+        except BaseException as error:  # half a message: the socket is of no use any more
+            self.closed = True
+            self.socket.close(0)
+            if isinstance(error, zmq.ZMQError):
+                return False
+            raise
+        return True
+
+    def _await(self, request_id: bytes, until: float) -> AnyReply | None:
+        fast = until - time.monotonic() > FAST_WAIT_MS / 1000
+        while True:
+            if not fast and not self._ready(zmq.POLLIN, until):
+                return None
+            try:
+                frames = self.socket.recv_multipart(0 if fast else zmq.NOBLOCK)
+            except zmq.Again:
+                fast = False
+                continue
+            except zmq.ZMQError:
+                return None
+            found, reply = self._take(frames, request_id)
+            if found:
+                return reply
+
+    def _take(self, frames: list[bytes], wanted: bytes) -> tuple[bool, AnyReply | None]:
+        """Route one message.  (True, reply) = it is the wanted one; a reply of None could not be read."""
+        reply: AnyReply | None = None
+        if len(frames) == 2:
+            try:
+                reply = decode_reply(frames[1])
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                pass
+        if reply is None:
+            self._counters["protocol_errors"] += 1
+        if len(frames) != 2:
+            return False, None
+        request_id = frames[0]
+        if request_id == wanted:
+            self._unanswered -= 1
+            return True, reply
+        sink = self.sinks.get(request_id)
+        if sink is not None:
+            unreadable = Error(ErrorCode.BAD_REQUEST.value, "the answer was not readable", self.attachment.epoch)
+            if sink(unreadable if reply is None else reply):
+                self.sinks.pop(request_id, None)
+        else:
+            if request_id in self._forgotten:
+                self._forgotten.discard(request_id)
+            else:
+                self._unanswered = max(0, self._unanswered - 1)
+            self._counters["stray_replies"] += 1
+            if reply is not None:
+                self._stray(self.attachment, reply)
+        return False, None
+
+    def _ready(self, events: int, until: float) -> bool:
+        """False = the deadline, or the end of the attachment."""
+        poller = zmq.Poller()
+        poller.register(self.socket, events)
+        poller.register(self.attachment.down_fd, zmq.POLLIN)
+        left = max(0.0, until - time.monotonic())
+        ready = dict(poller.poll(math.ceil(left * 1000)))
+        return self.socket in ready and self.attachment.alive
+
+
+def _tag(body: bytes) -> str:
+    """The operation, out of an encoded request: [fixarray][fixstr] tag ..."""
+    return body[2 : 2 + (body[1] & 31)].decode("ascii", "replace") if len(body) > 2 else "a request"

@@ -1,0 +1,451 @@
+"""The life of a client: attach, serve, lose the daemon, attach again.  One small background thread does it.
+
+    absent ──connect──► attached (namespaces registered, then published) ──EOF, stale epoch, unknown lease──► lost
+       ▲                                                                                                        │
+       └───────────── backoff 10 ms … 1 s, after the last copy of the old epoch has ended ◄────────────────────┘
+
+The thread owns the attach connection and one `Channel`.  With them it
+  * notices the daemon's end at once (`Attachment.end`, which wakes all who wait),
+  * registers the namespaces again before anybody uses the new attachment,
+  * gives back handles for those who must not wait: finalizers, stray replies (`give_back`),
+  * pings a daemon that let a deadline expire (`Attachment.hung`) and closes the breaker when it answers,
+  * passes on the daemon's eventfd to one that stays the same across restarts.
+It sleeps in poll without a timeout when there is nothing of this to do.
+
+Callers read `attachment` without a lock: None means every data-path call is a miss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import threading
+import time
+import weakref
+from collections import deque
+from dataclasses import dataclass
+
+import zmq
+
+from kvkeep.ipc import messages as m
+from kvkeep.ipc.attach import AttachRefused, connect
+from kvkeep.ipc.client_arena import Arena, ArenaError
+from kvkeep.ipc.client_rpc import Attachment, Channel
+from kvkeep.ipc.namespace import Namespace
+from kvkeep.ipc.rundir import find_run_dir
+from kvkeep.shm.layout import ABI_VERSION
+
+log = logging.getLogger("kvkeep.client")
+
+BACKOFF_S = (0.01, 1.0)
+REFUSED_BACKOFF_S = 10.0  # version, denied: nothing that passes by itself soon
+HANDSHAKE_S = 2.0
+REGISTER_S = 2.0
+SWEEP_S = 0.1
+PING_S = (1.0, 10.0)
+CLOSE_S = 0.4
+STABLE_S = 0.2  # an attachment that lived shorter does not reset the backoff
+
+COUNTERS = (
+    "attaches", "attach_failures", "late_calls", "breaker_opens", "stray_replies", "protocol_errors", "given_back",
+)  # fmt: skip
+_TRANSIENT = ("limit", "stopping", "internal")
+_OVER = (m.ErrorCode.UNKNOWN_LEASE.value, m.ErrorCode.STALE_EPOCH.value)
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+@dataclass(frozen=True)
+class Options:
+    run_dir: str | os.PathLike[str] | None
+    name: str
+    arena: bool
+
+
+class Session:
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.pid = os.getpid()
+        self.attachment: Attachment | None = None
+        self.refused: AttachRefused | None = None
+        self.last_error = "not tried yet"
+        self.closing = False
+        self.namespaces: dict[bytes, Namespace] = {}  # by digest
+        self.eventfd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self.counters = dict.fromkeys(COUNTERS, 0)
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._changed = threading.Condition()
+        self._returns: deque[tuple[Attachment, bytes]] = deque()  # encoded requests that give something back
+        self._channels: list[Channel] = []
+        self._local = threading.local()
+        self._thread = threading.Thread(target=self._run, name="kvkeep-client", daemon=True)
+        _sessions.add(self)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wait_attached(self, deadline_s: float) -> bool:
+        """False: not attached within the deadline, or refused for good (`refused`)."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.attachment is not None or self.refused is not None, deadline_s)
+        return self.attachment is not None
+
+    def adopt(self, fresh: Namespace) -> tuple[Namespace, Attachment | None]:
+        """The one object for this identity, and the attachment that does not know it yet, if there is one."""
+        with self._changed:  # against the moment between registering all and publishing
+            return self.namespaces.setdefault(fresh.digest, fresh), self.attachment
+
+    def call(self, attachment: Attachment, request: m.AnyRequest, deadline_s: float) -> m.AnyReply | None:
+        """One request, one reply; None = the daemon is gone, silent, restarted, or not to be understood."""
+        self.check_process()
+        if attachment.hung or not attachment.alive:
+            if (channel := getattr(self._local, "channel", None)) is not None:
+                channel.sent = False
+            return None
+        reply = self.channel(attachment).call(m.encode(request), deadline_s)
+        return None if reply is None else self.examine(attachment, reply)
+
+    def settle(self, attachment: Attachment, request: m.AnyRequest, deadline_s: float) -> None:
+        """Give something back and wait for the answer, so that it is given back when this returns.  If it cannot be
+        sent now it is sent later; it is never sent twice, a second CONFIRM would be another reader's."""
+        reached = not attachment.hung
+        if reached:
+            self.call(attachment, request, deadline_s)
+            reached = self.sent()
+        if not reached:
+            self.give_back(attachment, request)
+
+    def sent(self) -> bool:
+        """Whether this thread's last `call` left this process."""
+        channel: Channel | None = getattr(self._local, "channel", None)
+        return channel is not None and channel.sent
+
+    def examine(self, attachment: Attachment, reply: m.AnyReply) -> m.AnyReply | None:
+        """Notice a restart in a reply."""
+        if reply.epoch != attachment.epoch:
+            self.lost(attachment, f"its epoch is now {reply.epoch}")
+            return None
+        if type(reply) is m.Error and reply.code in _OVER:
+            self.lost(attachment, reply.message)
+            return None
+        return reply
+
+    def channel(self, attachment: Attachment) -> Channel:
+        """This thread's."""
+        channel: Channel | None = getattr(self._local, "channel", None)
+        if channel is None or channel.attachment is not attachment or channel.closed:
+            if channel is not None:
+                channel.close()
+            channel = self._open_channel(attachment)
+            self._local.channel = channel
+            for other in list(self._channels):  # threads come and go
+                if (other.closed or not other.owner.is_alive()) and (other.closed or other.close()):
+                    with contextlib.suppress(ValueError):
+                        self._channels.remove(other)
+            self._channels.append(channel)
+        return channel
+
+    def check_process(self) -> None:
+        if os.getpid() != self.pid:
+            raise RuntimeError(
+                f"this kvkeep client was attached by process {self.pid} and cannot be used in its fork {os.getpid()}; "
+                "attach a new one after the fork"
+            )
+
+    def give_back(self, attachment: Attachment, request: m.AnyRequest) -> None:
+        """Send this when possible, wait for nothing.  Safe in finalizers, in any thread, at interpreter shutdown."""
+        if attachment.alive and os.getpid() == self.pid and not self.closing:
+            self._returns.append((attachment, m.encode(request)))
+            self.wake()
+
+    def give_back_reply(self, attachment: Attachment, reply: m.AnyReply) -> None:
+        """What a reply that nobody waits for has brought."""
+        handle = getattr(reply, "handle", 0) or getattr(reply, "pin", 0)
+        if not handle or reply.epoch != attachment.epoch:
+            return
+        self.counters["given_back"] += 1
+        if isinstance(reply, m.StoreReply):
+            self.give_back(attachment, m.Abort(attachment.lease, attachment.epoch, handle))
+        elif isinstance(reply, m.Pinned):
+            self.give_back(attachment, m.Unpin(attachment.lease, attachment.epoch, handle))
+        else:
+            self.give_back(attachment, m.Release(attachment.lease, attachment.epoch, handle))
+
+    def lost(self, attachment: Attachment, why: str) -> None:
+        """From any thread: this attachment is over.  The next one comes by itself."""
+        if self.attachment is attachment:
+            self.attachment = None
+        if attachment.end():
+            log.info("lost the daemon: %s", why)
+            self.wake()
+
+    def wake(self) -> None:
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._wake_fd, 1)
+
+    def close(self) -> None:
+        """Detach.  Returns in half a second at most; a copy that still runs keeps the lease until it ends."""
+        if os.getpid() != self.pid or self.closing:
+            return
+        self.closing = True
+        attachment = self.attachment
+        self.attachment = None
+        if attachment is not None:
+            attachment.end()
+        self.wake()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(CLOSE_S)
+        self._local = threading.local()
+
+    def __del__(self) -> None:
+        for fd in (getattr(self, "_wake_fd", -1), getattr(self, "eventfd", -1)):
+            if fd >= 0:
+                os.close(fd)
+
+    # ---- the thread --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        backoff, previous, complained = BACKOFF_S[0], 0, ""
+        while not self.closing:
+            attachment: Attachment | None = None
+            pause = backoff
+            try:
+                attachment = self._attach(previous)
+            except AttachRefused as error:
+                self.last_error = str(error)
+                if error.code not in _TRANSIENT:
+                    pause = REFUSED_BACKOFF_S
+                    self._tell_refused(error)
+            except (OSError, ArenaError, ValueError) as error:
+                self.last_error = str(error) or type(error).__name__
+            except Exception as error:  # a bug: no cache, but the engine and this thread go on
+                log.exception("attaching failed")
+                self.last_error = repr(error)
+            if attachment is None:
+                self.counters["attach_failures"] += 1
+                if backoff >= BACKOFF_S[1] and complained != self.last_error:
+                    complained = self.last_error
+                    log.warning("no KV cache: cannot attach to %s: %s", self.where(), complained)
+            else:
+                previous, complained, began = attachment.welcome.lease_id, "", time.monotonic()
+                try:
+                    self._serve(attachment)
+                except Exception:
+                    log.exception("serving an attachment failed; attaching again")
+                self._retire(attachment)
+                if time.monotonic() - began > STABLE_S:
+                    backoff = pause = BACKOFF_S[0]
+            if not self.closing:
+                self._sleep(pause * random.uniform(0.7, 1.0))
+                backoff = min(backoff * 2, BACKOFF_S[1])
+
+    def where(self) -> str:
+        return f"{find_run_dir(self.options.run_dir)}/attach.sock"
+
+    def _tell_refused(self, error: AttachRefused) -> None:
+        if self.refused is None or self.refused.message != error.message:
+            log.error("no KV cache: the daemon at %s refused this client: %s", self.where(), error)
+        with self._changed:
+            self.refused = error
+            self._changed.notify_all()
+
+    def _attach(self, previous: int) -> Attachment | None:
+        path = self.where()
+        hello = m.Hello(m.SUPPORTED_VERSIONS, self.options.name, previous, self.options.arena, ABI_VERSION)
+        sock, welcome, fds = connect(path, hello, HANDSHAKE_S)
+        try:
+            arena = Arena(welcome, fds[0], fds[1]) if fds else None
+            own = f"{os.path.dirname(path)}/rpc.sock"  # the daemon may see its directory under another path
+            endpoint = f"ipc://{own}" if os.path.exists(own) else welcome.rpc_endpoint
+            if not endpoint.startswith("ipc://"):
+                raise ArenaError(f"the daemon names {endpoint!r} as its RPC socket, which is not a local one")
+            attachment = Attachment(sock, welcome, arena, fds.pop() if fds else -1, endpoint)
+            if arena is not None:
+                arena.populate(fds.pop())
+            return attachment
+        except BaseException:
+            sock.close()
+            raise
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _serve(self, attachment: Attachment) -> None:
+        """Until the attachment ends or the client closes."""
+        channel = self._open_channel(attachment)
+        try:
+            if not self._register_all(attachment, channel):
+                return
+            self.counters["attaches"] += 1
+            log.info("attached to %s, epoch %d, lease %d", self.where(), attachment.epoch, attachment.welcome.lease_id)
+            poller = zmq.Poller()
+            for fd in (attachment.sock.fileno(), self._wake_fd, attachment.event_fd):
+                if fd >= 0:
+                    poller.register(fd, zmq.POLLIN)
+            poller.register(channel.socket, zmq.POLLIN)
+            ping = _Ping(channel, m.encode(m.Ping(attachment.lease, attachment.epoch)))
+            while attachment.alive and not self.closing:
+                ready = dict(poller.poll(self._timeout_ms(attachment, ping)))
+                if attachment.sock.fileno() in ready:
+                    self._read_connection(attachment)
+                if self._wake_fd in ready:
+                    _clear(self._wake_fd)
+                if attachment.event_fd in ready:
+                    _clear(attachment.event_fd)
+                    os.eventfd_write(self.eventfd, 1)
+                channel.drain()
+                if channel.closed:
+                    self.lost(attachment, "its RPC socket broke")
+                elif attachment.hung:
+                    ping.send_if_due()
+                else:
+                    self._return_handles(attachment, channel)
+                    for other in list(self._channels):
+                        if other.expects_strays:
+                            other.drain()
+        finally:
+            channel.close()
+
+    def _timeout_ms(self, attachment: Attachment, ping: _Ping) -> int | None:
+        if attachment.hung:
+            return ping.due_in_ms()
+        strays = any(c.expects_strays for c in self._channels)
+        return int(SWEEP_S * 1000) if strays or self._returns else None
+
+    def _read_connection(self, attachment: Attachment) -> None:
+        """The daemon never speaks after the Welcome: anything but its end is thrown away."""
+        try:
+            if attachment.sock.recv(4096):
+                return
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            pass
+        self.lost(attachment, "it closed the connection")
+
+    def _register_all(self, attachment: Attachment, channel: Channel) -> bool:
+        """Every namespace, also those added meanwhile; then the attachment is there for all."""
+        while not self.closing:
+            with self._changed:
+                todo = [ns for ns in self.namespaces.values() if ns.binding(attachment) is None]
+                if not todo:
+                    self.attachment = attachment
+                    self.refused = None
+                    self._changed.notify_all()
+                    return True
+            for namespace in todo:
+                reply = channel.call(m.encode(namespace.request(attachment)), REGISTER_S)
+                if reply is None or self.examine(attachment, reply) is None:
+                    return False
+                problem = namespace.bind(attachment, reply)
+                if problem:
+                    log.error("namespace %s is off: %s", namespace.digest.hex()[:16], problem)
+        return False
+
+    def _retire(self, attachment: Attachment) -> None:
+        """End it for everybody and wait for the copies that run; only then may a new one be asked for."""
+        self.lost(attachment, "closed" if self.closing else "could not serve")
+        os.eventfd_write(self.eventfd, 1)  # whoever waits for a lookup looks, and finds a miss
+        for channel in list(self._channels):
+            channel.close()
+        self._channels = [c for c in self._channels if not c.closed]
+        self._returns.clear()
+        if attachment.arena is not None:
+            guard = attachment.arena.guard
+            guard.revoke()
+            if not guard.wait_idle(5.0):
+                log.warning("a copy to or from the arena has been running for 5 s; attaching again waits for it")
+                while not guard.wait_idle(60.0):
+                    pass
+        attachment.arena = None  # who still needs the old mapping holds it; the last one ends the lock
+        attachment.sock.close()
+
+    def _return_handles(self, attachment: Attachment, channel: Channel) -> None:
+        while self._returns:
+            owner, body = self._returns.popleft()
+            if owner is attachment and channel.post(body) is None:
+                self._returns.appendleft((owner, body))
+                return
+
+    def _open_channel(self, attachment: Attachment) -> Channel:
+        return Channel(attachment, _context(), stray=self.give_back_reply, late=self.late, counters=self.counters)
+
+    def late(self, attachment: Attachment, what: str, deadline_s: float) -> None:
+        """A deadline expired: open the breaker.  One line, for the first."""
+        self.counters["late_calls"] += 1
+        if attachment.hung or not attachment.alive:
+            return
+        attachment.hung = True
+        self.counters["breaker_opens"] += 1
+        log.warning(
+            "the daemon at %s (lease %d) did not answer %s within %g s; no KV cache until it answers",
+            attachment.endpoint, attachment.welcome.lease_id, what, deadline_s,
+        )  # fmt: skip
+        self.wake()
+
+    def _sleep(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        poller = zmq.Poller()
+        poller.register(self._wake_fd, zmq.POLLIN)
+        while not self.closing and (left := until - time.monotonic()) > 0:
+            if poller.poll(max(1, int(left * 1000))):
+                _clear(self._wake_fd)
+
+
+class _Ping:
+    """Asks a silent daemon, with growing patience, until it answers."""
+
+    def __init__(self, channel: Channel, body: bytes) -> None:
+        self._channel, self._body = channel, body
+        self._patience = PING_S[0]
+        self._next = 0.0
+
+    def due_in_ms(self) -> int:
+        return max(0, int((self._next - time.monotonic()) * 1000) + 1)
+
+    def send_if_due(self) -> None:
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + self._patience
+        self._patience = min(self._patience * 2, PING_S[1])
+        self._channel.post(self._body, self._answered)
+
+    def _answered(self, reply: m.AnyReply) -> bool:
+        attachment = self._channel.attachment
+        if attachment.hung:
+            attachment.hung = False
+            log.warning("the daemon at %s answers again", attachment.endpoint)
+        self._patience, self._next = PING_S[0], 0.0
+        return True
+
+
+_contexts: dict[int, zmq.Context[zmq.Socket[bytes]]] = {}
+
+
+def _context() -> zmq.Context[zmq.Socket[bytes]]:
+    """One for all clients of this process; a fork makes its own."""
+    context = _contexts.get(os.getpid())
+    if context is None:
+        context = zmq.Context(io_threads=1)
+        context.set(zmq.MAX_SOCKETS, 65536)
+        context = _contexts.setdefault(os.getpid(), context)
+    return context
+
+
+def _clear(eventfd: int) -> None:
+    with contextlib.suppress(BlockingIOError):
+        os.eventfd_read(eventfd)
+
+
+def _in_fork() -> None:
+    """A child must not keep its parent's lease alive: the daemon would not see the parent die."""
+    for session in list(_sessions):
+        attachment = session.attachment
+        if attachment is not None:
+            attachment.sock.close()
+
+
+os.register_at_fork(after_in_child=_in_fork)
+__all__ = ["Options", "Session"]
