@@ -13,18 +13,18 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.logger import init_logger
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
 from kvkeep.ipc.vllm import identity, options
 from kvkeep.ipc.vllm.guard import Guard
 from kvkeep.ipc.vllm.metadata import KVKeepMetadata, KVKeepWorkerMetadata, WorkerFacts
 from kvkeep.ipc.vllm.scheduler import SchedulerHalf
 from kvkeep.ipc.vllm.worker import WorkerHalf
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
-from vllm.logger import init_logger
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 if TYPE_CHECKING:
     import torch
-
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorHandshakeMetadata,

@@ -170,14 +170,17 @@ class CopyThreads:
             for chunk, view in enumerate(reading.views):
                 if task.cancelled or time.monotonic() > task.deadline:
                     break
-                self._pages.scatter(view, parts[chunk], skip=job.skip_blocks if chunk == 0 else 0)
+                with reading.copying() as allowed:  # not when the daemon is gone: the extent may be given away
+                    if not allowed:
+                        break
+                    self._pages.scatter(view, parts[chunk], skip=job.skip_blocks if chunk == 0 else 0)
                 copied += 1
             valid = list(reading.validate())
         finally:
-            confirmed = reading.confirm() is not False
+            reading.confirm()
         good = [chunk < copied and chunk < len(valid) and valid[chunk] for chunk in range(job.chunks)]
         self.counters["chunks_loaded"] += sum(good)
-        return [block for part, fine in zip(parts, good, strict=True) if not fine for block in part], confirmed
+        return [block for part, fine in zip(parts, good, strict=True) if not fine for block in part], True
 
     # ---- stores ----------------------------------------------------------------------------------------------------
 
@@ -196,7 +199,7 @@ class CopyThreads:
 
     def _store(self, job: StoreJob, spec: NamespaceSpec, deadline: float) -> StoreReport:
         failed = StoreReport(job.job_id, StoreEnd.FAILED)
-        if time.monotonic() > deadline or not self._client.attached:
+        if time.monotonic() > deadline or not self._client.attached or self._client.hung:
             return failed
         if self._namespace is None or self._namespace[0] != spec:
             registered = self._client.register(spec.manifest, shard_bytes=spec.shard_bytes, shards=spec.shards)
@@ -211,16 +214,16 @@ class CopyThreads:
             complete = []
             for position, view in zip(reservation.granted, reservation.views, strict=True):
                 first = (position - job.start) * per_chunk
-                in_time = time.monotonic() <= deadline
-                if in_time:
-                    self._pages.gather(view, job.block_ids[first : first + per_chunk])
-                complete.append(in_time)
+                with reservation.copying() as allowed:
+                    write = allowed and time.monotonic() <= deadline
+                    if write:
+                        self._pages.gather(view, job.block_ids[first : first + per_chunk])
+                complete.append(write)
             outcomes = list(reservation.commit(complete)) if complete else []
         stored = sum(outcome in (Outcome.SEALED, Outcome.WAITING) for outcome in outcomes)
         verdicts = list(reservation.verdicts)
         if Verdict.ORPHAN in verdicts:
-            missing = int(getattr(reservation, "missing", -1))
-            return StoreReport(job.job_id, StoreEnd.ORPHAN, stored, missing)
+            return StoreReport(job.job_id, StoreEnd.ORPHAN, stored, reservation.missing)
         if Verdict.FULL in verdicts:
             return StoreReport(job.job_id, StoreEnd.FULL, stored)
         if len(verdicts) < chunks or stored < len(complete):

@@ -156,7 +156,6 @@ def describe_platform(vllm_config: VllmConfig, layer_names: list[str]) -> dict[s
     import platform
 
     import torch
-
     from vllm.platforms import current_platform
 
     layers = vllm_config.compilation_config.static_forward_context

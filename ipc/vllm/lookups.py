@@ -8,7 +8,8 @@ A request's lookup, once per attempt (an attempt ends with a preemption)::
 * vLLM repeats the question every step while a request cannot be admitted; the answer is kept, never asked again.
 * A request whose load failed is never offered a hit again: vLLM would ask for ever.
 * What vLLM was promised comes back: after (n, True) was admitted there is a load job, if need be one that fails.
-* References that a lookup holds end in exactly one of: the worker's confirmation, `release` here, our death.
+* References that a lookup holds end in exactly one of: the worker's confirmation, the end of the Lookup object, our
+  death.  Dropping the object gives them back in the background; `release` would wait for the daemon.
 """
 
 from __future__ import annotations
@@ -134,8 +135,8 @@ class Lookups:
 
     def on_load_report(self, report: LoadReport) -> None:
         lookup = self._loading.pop(report.request_id, None)
-        if lookup is not None and not report.confirmed:
-            lookup.release()
+        if lookup is not None and report.confirmed:
+            lookup.hand_over()
         state = self._states.get(report.request_id)
         if state is not None:
             state.phase = Phase.CLOSED
@@ -184,8 +185,6 @@ class Lookups:
         elif lookup.ready > 0:
             state.lookup, state.phase, state.known = lookup, Phase.READY, lookup.ready
             self._counters["lookups_hit"] += 1
-        else:
-            lookup.release()
         return True
 
     def _load_job(self, request: Request, state: _State, blocks: KVCacheBlocks, tokens: int) -> LoadJob:
@@ -205,10 +204,8 @@ class Lookups:
         return LoadJob(name, handle, first, chunks, skip, ids, active.generation)
 
     def _drop(self, state: _State) -> None:
-        if state.pending is not None:
+        if state.pending is not None and state.pending.poll() is None:
             state.pending.cancel()
-        if state.lookup is not None:
-            state.lookup.release()
         state.pending = state.lookup = None
         state.phase = Phase.CLOSED
         self._end_early(state)

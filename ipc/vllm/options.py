@@ -16,15 +16,13 @@ PREFIX = "kvkeep."
 class Options:
     """What each field does is in docs/vllm.md; the defaults here are the ones that work."""
 
-    name: str = ""  # of the daemon; "" = $KVKEEP_NAME, or "default"
-    run_dir: str = ""  # of the daemon; "" = from the name
+    run_dir: str = ""  # of the daemon; "" = $KVKEEP_RUN_DIR, or from $KVKEEP_NAME
     chunk_tokens: int = 0  # 0 = the daemon's default
     store_generated: bool = True
     lookup_deadline_ms: float = 100.0
     transfer_deadline_s: float = 5.0  # of one load or one store, waiting in the queue included
     pinned_fraction: float = 0.25  # of the engine's KV blocks may be held for stores in flight
     load_threads: int = 2
-    checksums: bool = False
 
 
 class OptionError(ValueError):

@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     import torch
-
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 Bytes = NDArray[np.uint8]

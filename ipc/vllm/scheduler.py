@@ -86,7 +86,7 @@ class SchedulerHalf:
 
     def _build_namespace(self, generation: int) -> NamespaceSpec:
         assert self._facts is not None
-        chunk = self._options.chunk_tokens or int(getattr(self._client, "chunk_tokens", 0) or DEFAULT_CHUNK_TOKENS)
+        chunk = self._options.chunk_tokens or clients.default_chunk_tokens(self._client) or DEFAULT_CHUNK_TOKENS
         refused = identity.refused_chunk(chunk, self._block_size)
         if refused:
             raise NamespaceKeeper.Refused(refused)
@@ -99,9 +99,9 @@ class SchedulerHalf:
         return NamespaceSpec(manifest, shard_bytes, 1, chunk, generation)
 
     def active(self) -> Active | None:
-        """None: no daemon, not registered yet, or refused."""
+        """None: no daemon, or one that hangs, not registered yet, or refused."""
         registered = self._keeper.current if self._keeper is not None else None
-        if registered is None or self._facts is None or not self._client.attached:
+        if registered is None or self._facts is None or not self._client.attached or self._client.hung:
             return None
         if registered is not self._registered:
             spec = registered.spec

@@ -25,7 +25,6 @@ from kvkeep.ipc.vllm.options import Options
 
 if TYPE_CHECKING:
     import torch
-
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 

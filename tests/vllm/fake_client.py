@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import msgspec
@@ -25,12 +26,12 @@ class Space:
 
 
 class FakeDaemon:
-    def __init__(self, capacity_chunks: int = 1 << 30, chunk_tokens: int = 256) -> None:
+    def __init__(self, capacity_chunks: int = 1 << 30) -> None:
         self.lock = threading.Lock()
         self.spaces: dict[bytes, Space] = {}
         self.handles: dict[int, tuple[Space, list[bytes]]] = {}
         self.messages: Counter[str] = Counter()
-        self.capacity, self.chunk_tokens = capacity_chunks, chunk_tokens
+        self.capacity = capacity_chunks
         self.up = True
         self.answer_lookups = True  # False: lookups stay unanswered
         self.next_handle = 1
@@ -50,6 +51,8 @@ class FakeDaemon:
 
 
 class FakeClient:
+    hung = False
+
     def __init__(self, daemon: FakeDaemon) -> None:
         self.daemon = daemon
         self.closed = False
@@ -57,10 +60,6 @@ class FakeClient:
     @property
     def attached(self) -> bool:
         return self.daemon.up and not self.closed
-
-    @property
-    def chunk_tokens(self) -> int:
-        return self.daemon.chunk_tokens
 
     def close(self) -> None:
         self.closed = True
@@ -129,7 +128,14 @@ class FakeLookup:
     def release(self) -> None:
         if self.handle:
             self.daemon.count("RELEASE")
-            self.daemon.handles.pop(self.handle, None)
+            self.daemon.handles.pop(self.hand_over(), None)
+
+    def hand_over(self) -> int:
+        handle, self.handle = self.handle, 0
+        return handle
+
+    def __del__(self) -> None:
+        self.release()
 
 
 class FakeReading:
@@ -139,9 +145,12 @@ class FakeReading:
     def validate(self) -> list[bool]:
         return [True] * len(self.views)
 
-    def confirm(self) -> bool:
+    def copying(self) -> nullcontext[bool]:
+        return nullcontext(self.daemon.up)
+
+    def confirm(self) -> None:
         self.daemon.count("CONFIRM")
-        return self.daemon.handles.pop(self.handle, None) is not None
+        self.daemon.handles.pop(self.handle, None)
 
 
 class FakeReservation:
@@ -188,6 +197,9 @@ class FakeReservation:
                     self.space.chunks[self.hashes[position]] = view
                 outcomes.append(Outcome.SEALED if fine else Outcome.ABORTED)
         return outcomes
+
+    def copying(self) -> nullcontext[bool]:
+        return nullcontext(self.daemon.up)
 
     def abort(self) -> None:
         if not self.ended:

@@ -77,5 +77,8 @@ class _Garbage:
     def validate(self) -> list[bool]:
         return [fine and n < self._good for n, fine in enumerate(self._inner.validate())]
 
-    def confirm(self) -> Any:
-        return self._inner.confirm()
+    def copying(self) -> Any:
+        return self._inner.copying()
+
+    def confirm(self) -> None:
+        self._inner.confirm()
