@@ -95,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
 def _status(args: argparse.Namespace) -> int:
     run_dir = _run_dir(args)
     with _attached(run_dir) as client:
-        document = _call(client.stats)
+        document = _without_me(_call(client.stats))
     url = _url(run_dir)
     if _json(args):
         print(json.dumps({**document, "run_dir": run_dir, "url": url}))
@@ -175,7 +175,7 @@ def _doctor(args: argparse.Namespace) -> int:
     for flag in ("name", "run_dir"):
         if hasattr(args, flag):
             settings += [f"--{flag.replace('_', '-')}", getattr(args, flag)]
-    found = doctor.examine(load(settings, prog="kvkeep doctor").config)
+    found = doctor.examine(load(settings, prog="kvkeep doctor"))
     if _json(args):
         print(json.dumps([finding._asdict() for finding in found]))
     else:
@@ -216,7 +216,7 @@ def _benches() -> list[str]:
     spec = importlib.util.find_spec("kvkeep.bench")
     found = []
     for folder in (spec.submodule_search_locations or []) if spec else []:
-        for file in sorted(os.listdir(folder)):
+        for file in sorted(os.listdir(folder)) if os.path.isdir(folder) else []:
             name = file.removesuffix(".py")
             if re.fullmatch(r"[a-z][a-z0-9_]*", name) and file.endswith(".py"):
                 with open(os.path.join(folder, file), encoding="utf-8") as source:
@@ -255,6 +255,13 @@ def _attached(run_dir: str) -> Client:
     from kvkeep.ipc.client import Client
 
     return _call(Client.attach, run_dir, name="kvkeep", arena=False)
+
+
+def _without_me(document: dict[str, Any]) -> dict[str, Any]:
+    """The one who asks is no client to speak of."""
+    others = [c for c in document.get("clients", []) if (c.get("pid"), c.get("name")) != (os.getpid(), "kvkeep")]
+    gone = len(document.get("clients", [])) - len(others)
+    return {**document, "clients": others, "clients_total": document.get("clients_total", len(others) + gone) - gone}
 
 
 def _call(function: Any, *args: Any, **kwargs: Any) -> Any:

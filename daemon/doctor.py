@@ -12,9 +12,11 @@ import platform
 import stat
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 from kvkeep.daemon import reach
-from kvkeep.daemon.config import Config
+from kvkeep.daemon.config import Config, Loaded, version
 from kvkeep.daemon.main import need
 from kvkeep.shm import hostcheck
 from kvkeep.shm.hostcheck import ERROR, OK, WARN, Finding
@@ -22,9 +24,15 @@ from kvkeep.shm.hostcheck import ERROR, OK, WARN, Finding
 OLDEST_KERNEL = (5, 10)
 
 
-def examine(config: Config) -> list[Finding]:
-    findings = [*_system(), *hostcheck.check(need(config)), *_run_dir(config), *_daemon(config)]
-    return findings
+def examine(loaded: Loaded) -> list[Finding]:
+    config = loaded.config
+    document, about_daemon = _daemon(config)
+    wanted = need(config)
+    if document and loaded.origins["l1_size_gb"] == "default":  # judge the arena that there is
+        l1 = document.get("l1", {})
+        entries = int(l1.get("entries_capacity", config.entries))
+        wanted = need(replace(config, l1_bytes=int(l1.get("bytes_total", config.l1_bytes)), l1_entries=entries))
+    return [*_system(), *hostcheck.check(wanted), *_run_dir(config), *about_daemon]
 
 
 def _system() -> Iterator[Finding]:
@@ -76,28 +84,30 @@ def _run_dir(config: Config) -> Iterator[Finding]:
         yield Finding(OK, "run-dir", f"{path} is in order")
 
 
-def _daemon(config: Config) -> Iterator[Finding]:
+def _daemon(config: Config) -> tuple[dict[str, Any], list[Finding]]:
+    """Its statistics (empty if it does not answer), and what to say about it."""
     there = reach.look(config.run_dir)
     if not there.reachable:
-        yield Finding(WARN, "daemon", there.message)
-        return
-    from kvkeep.daemon.config import version
+        return {}, [Finding(WARN, "daemon", there.message)]
     from kvkeep.ipc.client import Client
 
     try:
         with Client.attach(config.run_dir, name="kvkeep-doctor", arena=False) as client:
             document = client.stats()
     except Exception as problem:  # whatever it is, the doctor's answer is that sentence
-        yield Finding(ERROR, "daemon", f"kvkeepd accepts connections but does not answer: {problem}")
-        return
+        return {}, [Finding(ERROR, "daemon", f"kvkeepd accepts connections but does not answer: {problem}")]
+    found = []
     ours, theirs = version().removeprefix("kvkeep "), str(document.get("version", "?"))
     if ours != theirs:
-        yield Finding(
-            WARN, "version", f"the daemon is kvkeep {theirs}, installed here is {ours}: restart it after an upgrade"
+        found.append(
+            Finding(
+                WARN, "version", f"the daemon is kvkeep {theirs}, installed here is {ours}: restart it after an upgrade"
+            )
         )
-    reasons = [str(reason) for reason in document.get("reasons", [])]
     if document.get("health") == "ok":
-        clients = document.get("clients_total", len(document.get("clients", [])))
-        yield Finding(OK, "daemon", f"kvkeepd {theirs} serves {clients} clients, epoch {document.get('epoch')}")
+        clients = int(document.get("clients_total", 1)) - 1  # the doctor is one
+        found.append(Finding(OK, "daemon", f"kvkeepd {theirs} serves {clients} clients, epoch {document.get('epoch')}"))
     else:
-        yield Finding(ERROR, "daemon", "kvkeepd is degraded: " + ("; ".join(reasons) or "it does not say why"))
+        reasons = "; ".join(map(str, document.get("reasons", []))) or "it does not say why"
+        found.append(Finding(ERROR, "daemon", f"kvkeepd is degraded: {reasons}"))
+    return document, found
