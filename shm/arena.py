@@ -356,7 +356,7 @@ class Arena:
         while cls.free < n:
             oldest = self._least_recent()
             if oldest is not None and oldest != cls.extent and limit > 0:
-                evicted = self._evict_from(oldest, EVICT_STEP)
+                evicted = self._evict_from(oldest, min(EVICT_STEP, self.slabs.classes[oldest].per_slab))
                 limit -= evicted
                 if self.slabs.grow(cls) or evicted:
                     continue

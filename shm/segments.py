@@ -119,6 +119,7 @@ class Segments:
 
     def close(self) -> None:
         """Give up descriptors and the lock; the mapping goes with the process."""
+        fcntl.flock(self.meta_fd, fcntl.LOCK_UN)  # the mapping keeps a duplicate of the descriptor
         os.close(self.meta_fd)
         os.close(self.data_fd)
 

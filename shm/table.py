@@ -106,6 +106,7 @@ class EntryTable:
         if ((state != State.RESERVED) & (state != State.EVICTING)).any():
             raise AssertionError("table: only RESERVED and EVICTING entries can be freed")
         self.state[entries] = State.FREE
+        self.generation[entries] += np.uint32(1)  # a reference to what was here no longer matches
         self.references[entries] = 0
         self.recency[entries] = 0
         self._stack[self._returned : self._returned + len(entries)] = entries

@@ -106,3 +106,11 @@ def make_daemon() -> Iterator[Callable[..., Daemon]]:
 def daemon(make_daemon: Callable[..., Daemon]) -> Daemon:
     """A running daemon with 64 MiB of L1."""
     return make_daemon()
+
+
+@pytest.fixture
+def seed() -> int:
+    """Of a random test; printed with a failure.  KVKEEP_TEST_SEED repeats one."""
+    value = int(os.environ.get("KVKEEP_TEST_SEED") or int.from_bytes(os.urandom(4), "little"))
+    print(f"KVKEEP_TEST_SEED={value}")
+    return value
