@@ -254,7 +254,8 @@ def _attached(run_dir: str) -> Client:
         raise _Failed(EXIT_UNREACHABLE, there.message)
     from kvkeep.ipc.client import Client
 
-    return _call(Client.attach, run_dir, name="kvkeep", arena=False)
+    client: Client = _call(Client.attach, run_dir, name="kvkeep", arena=False)
+    return client
 
 
 def _without_me(document: dict[str, Any]) -> dict[str, Any]:

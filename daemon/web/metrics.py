@@ -107,11 +107,10 @@ def _metric(name: str, kind: str, text: str, samples: list[tuple[dict[str, str],
 
 
 def _labels(namespace: Mapping[str, Any]) -> dict[str, str]:
-    manifest = _mapping(namespace.get("manifest"))
     return {
         "namespace": str(namespace.get("id", "")),
         "digest": str(namespace.get("digest", ""))[:16],
-        "model": str(manifest.get("model") or namespace.get("model") or ""),
+        "model": str(namespace.get("model") or ""),
     }
 
 

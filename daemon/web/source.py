@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from kvkeep.shm.layout import ENTRY_OFFSET
+from kvkeep.shm.layout import ENTRY_OFFSET, MAX_NAMESPACES, NAMESPACE, NAMESPACE_BYTES, NAMESPACE_OFFSET
+from kvkeep.shm.namespaces import namespace_digest
 from kvkeep.shm.stats import read_stats
 
 CACHE_S = 0.1
@@ -33,6 +34,7 @@ class StatsSource:
         self._meta = np.frombuffer(self._map, dtype=np.uint8)
         self._lock = threading.Lock()
         self._document: dict[str, Any] = {}
+        self._models: dict[tuple[Any, Any], str] = {}
         self._read_at = -CACHE_S
 
     def document(self) -> dict[str, Any]:
@@ -46,8 +48,34 @@ class StatsSource:
                 except ValueError:
                     document = {}
                 if isinstance(document, dict) and document:
+                    self._name_models(document)
                     self._document = document
             return self._document
+
+    def _name_models(self, document: dict[str, Any]) -> None:
+        """Namespaces get the model's name from their manifest, which is in the same segment."""
+        spaces = document.get("namespaces")
+        models = {}
+        for space in spaces if isinstance(spaces, list) else []:
+            if isinstance(space, dict):
+                key = (space.get("id"), space.get("digest"))
+                models[key] = self._models.get(key) or self._model(*key)
+                space.setdefault("model", models[key])
+        self._models = models
+
+    def _model(self, number: Any, digest: Any) -> str:
+        if not isinstance(number, int) or not 0 < number <= MAX_NAMESPACES:
+            return ""
+        at = NAMESPACE_OFFSET + (number - 1) * NAMESPACE_BYTES
+        slot = self._meta[at : at + NAMESPACE_BYTES].tobytes()  # a copy: control may be writing it
+        head = np.frombuffer(slot, dtype=NAMESPACE, count=1)[0]
+        manifest = slot[NAMESPACE.itemsize :][: int(head["length"])]
+        if namespace_digest(manifest, int(head["shards"]), int(head["shard_bytes"])).hex() != digest:
+            return ""
+        try:
+            return str(json.loads(manifest).get("model", ""))
+        except (ValueError, AttributeError):
+            return ""
 
 
 def age_s(document: dict[str, Any]) -> float:

@@ -20,7 +20,8 @@ import numpy as np
 import pytest
 
 from kvkeep.daemon.web.metrics import COUNTERS, render
-from kvkeep.shm.layout import ENTRY_OFFSET, STATS_BYTES, STATS_OFFSET
+from kvkeep.shm.layout import ENTRY_OFFSET, NAMESPACE_OFFSET, SLAB_OFFSET, STATS_BYTES, STATS_OFFSET
+from kvkeep.shm.namespaces import NamespaceTable
 from kvkeep.shm.stats import write_stats
 
 DOCUMENT: dict[str, Any] = {
@@ -34,7 +35,7 @@ DOCUMENT: dict[str, Any] = {
     "l1": {"bytes_total": 1 << 30, "bytes_ready": 1 << 30, "bytes_used": 1 << 20, "entries": 5, "references": 2},
     "clients": [{"pid": 9, "uid": 0, "name": "<b>engine</b>", "references": 2, "reserved_bytes": 0, "idle_s": 1.0}],
     "clients_total": 1,
-    "namespaces": [{"id": 1, "digest": "ab" * 32, "entries": 5, "bytes": 1 << 20, "manifest": {"model": 'a"b\\c\n'}}],
+    "namespaces": [{"id": 1, "digest": "ab" * 32, "entries": 5, "bytes": 1 << 20, "model": 'a"b\\c\n'}],
     "counters": {"lookups": 4, "something_new": 6},
 }
 
@@ -123,6 +124,15 @@ def test_metrics_are_well_formed_whatever_a_client_calls_itself():
         ), line
     for line in render({"l1": None, "clients": 3, "namespaces": [5], "counters": {"a": "b"}}).splitlines():
         assert line.startswith(("#", "kvkeep_"))
+
+
+def test_namespaces_are_shown_with_the_model_that_their_manifest_names(web):
+    table = NamespaceTable(np.frombuffer(web._map, dtype=np.uint8)[NAMESPACE_OFFSET:SLAB_OFFSET])
+    known = table.add(2, b'{"model":"org/model"}', 1, 4096)
+    spaces = [{"id": 2, "digest": known.digest.hex()}, {"id": 3, "digest": "00" * 32}, {"id": 9999, "digest": 5}]
+    web.publish({**DOCUMENT, "namespaces": spaces})
+    assert [n["model"] for n in json.loads(web.get("/status")[1])["namespaces"]] == ["org/model", "", ""]
+    assert f'digest="{known.digest.hex()[:16]}",model="org/model"' in web.get("/metrics")[1]
 
 
 def test_readiness_follows_health_and_says_why(web):
