@@ -79,7 +79,7 @@ class Host:
         self.start_s = time.monotonic() - began
 
     def generate(
-        self, prompts: list[list[int]], max_tokens: int = 8, salts: list[str] | None = None, logprobs: int = 1
+        self, prompts: list[list[int]], max_tokens: int = 8, salts: list[str] | None = None, logprobs: int = 2
     ) -> dict[str, Any]:
         from vllm import SamplingParams
 
@@ -93,8 +93,17 @@ class Host:
         answers = []
         for output in outputs:
             best = output.outputs[0]
+            steps = [sorted((entry.logprob for entry in step.values()), reverse=True) for step in best.logprobs or []]
             chosen = [step[token].logprob for step, token in zip(best.logprobs or [], best.token_ids, strict=False)]
-            answers.append({"tokens": list(best.token_ids), "logprobs": chosen, "finish": best.finish_reason})
+            margins = [step[0] - step[1] for step in steps]
+            answers.append(
+                {
+                    "tokens": list(best.token_ids),
+                    "logprobs": chosen,
+                    "margins": margins,
+                    "finish": best.finish_reason,
+                }
+            )
         return {"answers": answers, "seconds": seconds}
 
     def metrics(self) -> dict[str, float]:

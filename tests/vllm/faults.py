@@ -17,6 +17,7 @@ class Faults:
         self._random = random.Random(1)
         self.sent: Counter[str] = Counter()
         self.fail_loads = 0.0  # probability that a read gives wrong bytes and says so
+        self.lie_about_loads = False  # failed loads say that they are right: nothing protects the engine then
         self.refuse_loads = 0.0  # probability that a read is not opened
         self.slow_loads_s = 0.0  # before a read is opened
         self.slow_stores_s = 0.0  # between reservation and copy
@@ -56,7 +57,7 @@ class _Client:
             return None
         reading = self._inner.open_read(*args, **kwargs)
         if reading is not None and self._faults.happens(self._faults.fail_loads):
-            return _Garbage(reading)
+            return _Garbage(reading, lie=self._faults.lie_about_loads)
         return reading
 
     def reserve(self, *args: Any, **kwargs: Any) -> Any:
@@ -69,13 +70,13 @@ class _Client:
 class _Garbage:
     """A read whose bytes are wrong from the second chunk on (all of them if there is only one), and that notices."""
 
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
+    def __init__(self, inner: Any, *, lie: bool) -> None:
+        self._inner, self._lie = inner, lie
         self._good = 1 if len(inner.views) > 1 else 0
         self.views = [view if n < self._good else view ^ 0x5A for n, view in enumerate(inner.views)]
 
     def validate(self) -> list[bool]:
-        return [fine and n < self._good for n, fine in enumerate(self._inner.validate())]
+        return [fine and (self._lie or n < self._good) for n, fine in enumerate(self._inner.validate())]
 
     def copying(self) -> Any:
         return self._inner.copying()
