@@ -131,7 +131,7 @@ class Control:
         while not self.stopping:
             now = time.monotonic()
             timeout = 0.0 if busy else max(0.0, self._next_deadline(now) - now)
-            ready = self._poller.poll(timeout * 1000 + (1 if timeout else 0))
+            ready = self._poller.poll(int(timeout * 1000) + 1 if timeout else 0)
             self.arena.now = time.monotonic()
             busy = False
             for what, _ in ready:

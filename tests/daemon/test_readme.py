@@ -1,0 +1,52 @@
+"""What the README tells a newcomer to do works as written."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from kvkeep.daemon.options import OPTIONS
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_python_example_runs_against_a_daemon():
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    name = f"kvk-test-{os.getpid()}-readme"
+    run_dir = tempfile.mkdtemp(prefix="kvk-test-")
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("KVKEEP_")}
+    argv = ["--name", name, "--run-dir", run_dir, "--l1-size-gb", "0.05"]
+    daemon = subprocess.Popen([sys.executable, "-m", "kvkeep.daemon.main", *argv], env=environ)
+    try:
+        environ["KVKEEP_RUN_DIR"] = run_dir
+        subprocess.run([sys.executable, "-c", code], env=environ, timeout=60, check=True)
+    finally:
+        daemon.kill()
+        daemon.wait()
+        for part in ("meta", "data"):
+            Path(f"/dev/shm/kvkeep-{name}-{part}").unlink(missing_ok=True)
+        shutil.rmtree(run_dir, ignore_errors=True)
+
+
+def test_every_flag_and_file_that_the_documents_name_exists():
+    flags = {option.flag for option in OPTIONS} | {"--config", "--print-config", "--help", "--json", "--diff", "--yes"}
+    foreign = {"--kv-transfer-config", "--shm-size", "--now", "--create"}
+    for document in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        if document.name == "vllm.md":
+            continue
+        text = document.read_text()
+        assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text)) <= flags | foreign, document
+        for path in re.findall(r"`((?:docs|tests|systemd|shm|ipc|daemon)/[\w./-]+\.\w+)`", text):
+            assert (ROOT / path).exists(), f"{document.name} names {path}"
+
+
+def test_the_settings_of_the_makefile_are_settings():
+    text = (ROOT / "Makefile").read_text()
+    for flag in re.findall(r"kvkeepd --name \S+ (--\S+) \S+ (--\S+)", text)[0]:
+        assert flag in {option.flag for option in OPTIONS}
