@@ -190,9 +190,7 @@ class Client:
         packed = pack_hashes(hashes)
         chunks = len(packed) // HASH_BYTES - start
         if len(buffers) != chunks:
-            raise ValueError(
-                f"{len(buffers)} buffers for {chunks} chunks ({len(packed) // HASH_BYTES} - start {start})"
-            )
+            raise ValueError(f"{len(buffers)} buffers for the {chunks} chunks from start {start} on")
         until = time.monotonic() + deadline_s
         with self.reserve(ns, packed, start=start, shard=shard, deadline_s=deadline_s) as reservation:
             committed: list[m.Outcome] = []

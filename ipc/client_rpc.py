@@ -23,7 +23,7 @@ import msgspec
 import zmq
 
 from kvkeep.ipc.client_arena import Arena
-from kvkeep.ipc.messages import REQUEST_ID_BYTES, AnyReply, Error, ErrorCode, Welcome, decode_reply
+from kvkeep.ipc.messages import REQUEST_ID_BYTES, AnyReply, Error, ErrorCode, LookupReply, Welcome, decode_reply
 
 HIGH_WATER = 256  # messages each way; a daemon that hangs must not cost the client memory
 MAX_REPLY_BYTES = 64 << 20
@@ -253,7 +253,8 @@ class Channel:
                 self.sinks.pop(request_id, None)
         else:
             if request_id in self._forgotten:
-                self._forgotten.discard(request_id)
+                if not (isinstance(reply, LookupReply) and reply.pending and not reply.handle):  # else more follows
+                    self._forgotten.discard(request_id)
             else:
                 self._unanswered = max(0, self._unanswered - 1)
             self._counters["stray_replies"] += 1

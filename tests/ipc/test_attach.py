@@ -16,9 +16,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from kvkeep.ipc import attach
+
 from kvkeep.ipc.attach import Admission, AttachListener, AttachRefused, Credentials, connect, frame
-from kvkeep.ipc.messages import Hello, Refused, Welcome
+from kvkeep.ipc.messages import MAX_ATTACH_FRAME_BYTES, Hello, Refused, Welcome
 
 HELLO = Hello(versions=(1,), name="test", want_arena=True, abi=1)
 
@@ -355,4 +355,4 @@ def test_a_daemon_that_does_not_answer_costs_the_deadline_and_no_more(tmp_path: 
 
 
 def test_messages_are_small_enough_for_one_buffer() -> None:
-    assert len(frame(HELLO)) < attach.MAX_ATTACH_FRAME_BYTES
+    assert len(frame(HELLO)) < MAX_ATTACH_FRAME_BYTES

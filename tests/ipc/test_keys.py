@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+
 from kvkeep.ipc.keys import ChunkHasher, Group, Key, Manifest, Media, canonical, digest
 
 GROUP = Group(layers=("l0", "l1"), kind="full", shape=(2, 16, 8, 64), order="kv,token,head,dim", page_bytes=32768)

@@ -1,0 +1,62 @@
+"""A fake daemon and a client of it, and the small things that all client tests need."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from kvkeep.ipc.client import Client, Namespace
+from tests.ipc.fake_daemon import FakeDaemon
+
+SIZE = 4096
+
+
+def hashes(count: int, salt: int = 0) -> bytes:
+    """A chain; longer ones begin with shorter ones."""
+    return b"".join(hashlib.sha256(b"%d/%d" % (salt, i)).digest() for i in range(count))
+
+
+def content(i: int, size: int = SIZE) -> npt.NDArray[np.uint8]:
+    return np.random.default_rng(i).integers(0, 256, size, dtype=np.uint8)
+
+
+def eventually(condition: Callable[[], object], within_s: float = 10.0) -> None:
+    until = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < until, "did not happen in time"
+        time.sleep(0.005)
+
+
+def at_epoch(kv: Client, epoch: int) -> None:
+    eventually(lambda: kv.epoch == epoch, 30.0)
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeDaemon]:
+    run_dir = Path(tempfile.mkdtemp(prefix="kvk-fake-"))
+    daemon = FakeDaemon(run_dir)
+    yield daemon
+    daemon.close()
+    shutil.rmtree(run_dir)
+    eventually(lambda: not [t for t in threading.enumerate() if t.name in ("kvkeep-client", "fake-daemon")])
+
+
+@pytest.fixture
+def kv(fake: FakeDaemon) -> Iterator[Client]:
+    with Client.attach(fake.run_dir, name=f"test-{os.getpid()}") as client:
+        yield client
+
+
+@pytest.fixture
+def ns(kv: Client) -> Namespace:
+    return kv.register({"model": "m"}, shard_bytes=SIZE)

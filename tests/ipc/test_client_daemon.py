@@ -1,0 +1,172 @@
+"""The client against a real daemon: restarts by kill, hangs by SIGSTOP, deaths of clients, another process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvkeep.ipc.client import Client, Namespace
+from tests.conftest import Daemon
+from tests.ipc.conftest import at_epoch, content, eventually, hashes
+
+SIZE = 65536
+
+
+def register(kv: Client) -> Namespace:
+    return kv.register({"model": "m", "test": "client"}, shard_bytes=SIZE)
+
+
+def held(kv: Client) -> tuple[int, int]:
+    l1 = kv.stats()["l1"]
+    return l1["references"], l1["reserved_bytes"]
+
+
+def test_store_kill_restart_and_everything_is_still_there(daemon: Daemon) -> None:
+    with Client.attach(daemon.run_dir) as kv:
+        ns, chain = register(kv), hashes(20)
+        sources = [content(i, SIZE) for i in range(20)]
+        assert kv.store(ns, chain, sources).stored == 20
+        for epoch in (2, 3):
+            daemon.restart()
+            at_epoch(kv, epoch)
+            target = np.zeros((20, SIZE), np.uint8)
+            with kv.lookup(ns, chain) as found:
+                assert kv.retrieve(found, target) == [True] * 20
+            assert all((target[i] == sources[i]).all() for i in range(20))
+        assert held(kv) == (0, 0)
+        assert kv.check()["ok"]
+
+
+def test_a_chunk_is_there_when_all_its_shards_are(daemon: Daemon) -> None:
+    with Client.attach(daemon.run_dir, checksums=True) as kv:
+        ns, chain = kv.register({"model": "m"}, shard_bytes=5000, shards=2), hashes(3)
+        first = [content(i, 5000) for i in range(3)]
+        second = [content(10 + i, 5000) for i in range(3)]
+        assert {o.value for o in kv.store(ns, chain, first, shard=0).outcome} == {"waiting"}
+        assert kv.lookup(ns, chain, readers=0).ready == 0
+        assert {o.value for o in kv.store(ns, chain, second, shard=1).outcome} == {"stored"}
+        found = kv.lookup(ns, chain)
+        target = np.zeros((3, 5000), np.uint8)
+        for shard, sources in ((0, first), (1, second)):
+            assert found.alive
+            assert kv.retrieve(found, target, shard=shard) == [True] * 3
+            assert (target == np.stack(sources)).all()
+        assert not found.alive, "the last confirmation ends the handle"
+        assert held(kv) == (0, 0)
+
+
+def test_a_stopped_daemon_opens_the_breaker_and_a_continued_one_closes_it(daemon: Daemon) -> None:
+    with Client.attach(daemon.run_dir) as kv:
+        ns, chain = register(kv), hashes(2)
+        kv.store(ns, chain, [content(i, SIZE) for i in range(2)])
+        os.kill(daemon.pid, signal.SIGSTOP)
+        try:
+            assert kv.lookup(ns, chain, deadline_s=0.05).ready == 0
+            assert kv.hung
+            assert kv.store(ns, chain, [content(i, SIZE) for i in range(2)], deadline_s=60).failed == 2
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+        eventually(lambda: not kv.hung, 20)
+        assert kv.lookup(ns, chain).ready == 2
+        eventually(lambda: held(kv) == (0, 0))
+        assert kv.counters["attaches"] == 1
+
+
+def test_a_waiting_lookup_is_answered_when_another_client_commits(daemon: Daemon) -> None:
+    with Client.attach(daemon.run_dir) as writer, Client.attach(daemon.run_dir) as reader:
+        ns, other, chain = register(writer), register(reader), hashes(2)
+        reservation = writer.reserve(ns, chain)
+        pending = reader.begin_lookup(other, chain, wait_s=20)
+        time.sleep(0.1)
+        assert pending.poll() is None
+        for i in range(2):
+            assert reservation.write(i, content(i, SIZE))
+        reservation.commit()
+        found = pending.wait(20)
+        assert found.ready == 2
+        assert reader.retrieve(found, np.zeros((2, SIZE), np.uint8)) == [True, True]
+        parked = reader.begin_lookup(other, hashes(3), wait_s=20)
+        parked.cancel()
+        eventually(lambda: held(writer) == (0, 0))
+
+
+CHILD = """
+import os, sys, numpy as np
+from kvkeep.ipc.client import Client
+from tests.ipc.conftest import hashes
+kv = Client.attach(sys.argv[1])
+ns = kv.register({"model": "m", "test": "client"}, shard_bytes=65536)
+found = kv.lookup(ns, hashes(4))
+reservation = kv.reserve(ns, hashes(8))
+reservation.write(0, np.full(65536, 7, np.uint8))
+print(found.ready, len(reservation.granted), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_killed_client_leaves_no_reference_and_no_reservation(daemon: Daemon) -> None:
+    root = Path(__file__).parents[2]
+    with Client.attach(daemon.run_dir) as kv:
+        ns, chain = register(kv), hashes(8)
+        kv.store(ns, hashes(4), [content(i, SIZE) for i in range(4)])
+        for _ in range(3):
+            child = subprocess.Popen(
+                [sys.executable, "-c", CHILD, str(daemon.run_dir)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": str(root)},
+            )
+            assert child.stdout is not None
+            assert child.stdout.readline() == b"4 4\n"
+            assert held(kv)[0] > 0
+            child.kill()
+            child.communicate()
+            eventually(lambda: held(kv) == (0, 0))
+            assert kv.lookup(ns, chain, readers=0).ready == 4
+
+
+def test_kills_under_load_give_no_error_and_no_wrong_byte(make_daemon: Callable[..., Daemon]) -> None:
+    daemon = make_daemon(l1_mib=16)  # less than is stored: eviction goes on all the time
+    stop, hits = threading.Event(), [0]
+    wrong: list[object] = []
+    with Client.attach(daemon.run_dir) as kv:
+        ns = register(kv)
+
+        def work(number: int) -> None:
+            target = np.zeros((8, SIZE), np.uint8)
+            round_ = 0
+            while not stop.is_set():
+                round_ += 1
+                salt = number * 1000 + round_ % 20
+                sources: list[Any] = [np.full(SIZE, (salt * 7 + i) % 251, np.uint8) for i in range(8)]
+                try:
+                    kv.store(ns, hashes(8, salt=salt), sources)
+                    good = kv.retrieve(kv.lookup(ns, hashes(8, salt=salt)), target)
+                except Exception as error:
+                    wrong.append(error)
+                    return
+                hits[0] += sum(good)
+                wrong.extend((salt, i) for i, ok in enumerate(good) if ok and (target[i] != sources[i]).any())
+
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(3)]
+        for thread in threads:
+            thread.start()
+        for epoch in range(2, 7):
+            time.sleep(0.3)
+            daemon.restart()
+            at_epoch(kv, epoch)
+        stop.set()
+        for thread in threads:
+            thread.join(30)
+        assert wrong == []
+        assert hits[0] > 0
+        eventually(lambda: held(kv) == (0, 0))
