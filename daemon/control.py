@@ -273,10 +273,9 @@ class Control:
 
     def _adopt(self) -> None:
         began = time.monotonic()
-        result = adopt(self.arena)
         self.leases.adopt()
+        result = adopt(self.arena, ghosts=bool(self.leases.ghosts))
         if self.leases.ghosts:
-            self.arena.hold_quarantine(True)
             self.admin.inherited_references = self.arena.table.references.copy()
             self.admin.inherited_generations = self.arena.table.generation.copy()
         else:
@@ -299,7 +298,7 @@ class Control:
             self.arena.table.references[entries] -= counts
             self.arena.references_dropped()
         self.admin.inherited_references = self.admin.inherited_generations = None
-        self.arena.hold_quarantine(False)
+        self.arena.bury_zombies()
 
     def memory_is_ready(self) -> None:
         """The arena of an earlier daemon: nothing is left to reserve."""

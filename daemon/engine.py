@@ -80,6 +80,7 @@ class Engine:
         self._ids = itertools.count(secrets.randbits(48) << 8)
         self._waiting: dict[int, list[Waiting]] = {}
         self._deadlines: list[tuple[float, int, Waiting]] = []
+        self._deadlines_limit = 1024
         self.operations: dict[type[Any], Callable[..., m.AnyReply | None]] = {
             m.Ping: self.ping,
             m.Register: self.register,
@@ -171,10 +172,12 @@ class Engine:
         namespace = table.find(namespace_digest(request.manifest, request.shards, request.shard_bytes))
         if namespace is None:
             candidate = Namespace(0, b"", b"", request.shards, request.shard_bytes)
-            try:
-                self.arena.slabs.size_class(candidate.extent_bytes)
-            except ValueError as e:
-                raise Refusal(ErrorCode.TOO_LARGE, f"{e}; raise --l1-size-gb or use smaller chunks") from None
+            if not self.arena.slabs.geometry(candidate.extent_bytes)[0]:
+                raise Refusal(
+                    ErrorCode.TOO_LARGE,
+                    f"a chunk of {candidate.extent_bytes} bytes does not fit {self.arena.bytes_total} bytes of L1; "
+                    "raise --l1-size-gb or use smaller chunks",
+                )
             namespace = table.add(self._free_namespace_id(), request.manifest, request.shards, request.shard_bytes)
             log.info("new namespace %d %s", namespace.id, namespace.digest.hex()[:16])
         session.namespaces.add(namespace.id)
@@ -188,7 +191,7 @@ class Engine:
         wanted = set().union(*(s.namespaces for s in self.sessions.values()))
         for namespace in table:
             if not self.arena.entries_of[namespace.id] and namespace.id not in wanted:
-                table.remove(namespace)
+                self.arena.remove_namespace(namespace)
                 return int(namespace.id)
         raise Refusal(ErrorCode.LIMIT, f"all {len(table)} namespaces are in use; clear some with `kvkeep clear`")
 
@@ -222,8 +225,8 @@ class Engine:
         session.held_chunks += ready
         if waits:
             deadline = time.monotonic() + request.wait_ms / 1000
-            waiting = Waiting(handle, identity, request_id, keys, deadline, -1)
-            heapq.heappush(self._deadlines, (deadline, handle.id, waiting))
+            waiting = handle.waiting = Waiting(handle, identity, request_id, keys, deadline, -1)
+            self._schedule(waiting)
             self._park(waiting, prefix.blocked_by)
         return m.LookupReply(self.epoch, handle.id, ready, waits)
 
@@ -277,6 +280,7 @@ class Engine:
 
     def _drop_lookup(self, handle: LookupHandle) -> int:
         del self.lookups[handle.id]
+        self._unpark(handle)
         dropped = handle.references.trim(0)
         if handle.owner is not None:
             handle.owner.lookups.pop(handle.id, None)
@@ -359,6 +363,24 @@ class Engine:
 
     # ---- waiting lookups ---------------------------------------------------------------------------------------------
 
+    def _schedule(self, waiting: Waiting) -> None:
+        heapq.heappush(self._deadlines, (waiting.deadline, waiting.handle.id, waiting))
+        if len(self._deadlines) > self._deadlines_limit:  # most may be over already
+            self._deadlines = [item for item in self._deadlines if item[2].handle.waiting is item[2]]
+            heapq.heapify(self._deadlines)
+            self._deadlines_limit = max(1024, 2 * len(self._deadlines))
+
+    def _unpark(self, handle: LookupHandle) -> None:
+        """The handle is over or answered: it waits for nothing any more."""
+        waiting, handle.waiting = handle.waiting, None
+        if waiting is not None and waiting.on >= 0:
+            others = self._waiting.get(waiting.on, [])
+            if waiting in others:
+                others.remove(waiting)
+                if not others:
+                    del self._waiting[waiting.on]
+                    self.arena.watch.discard(waiting.on)
+
     def _park(self, waiting: Waiting, entry: int) -> None:
         waiting.on = entry
         self._waiting.setdefault(entry, []).append(waiting)
@@ -375,7 +397,7 @@ class Engine:
     def _look_again(self, waiting: Waiting, final: bool) -> None:
         handle = waiting.handle
         waiting.on = -1
-        if self.lookups.get(handle.id) is not handle or handle.owner is None:
+        if handle.waiting is not waiting or handle.owner is None:
             return  # released, or its owner died
         had = len(handle.references)
         prefix = self.arena.prefix(handle.namespace, waiting.keys)
@@ -389,6 +411,7 @@ class Engine:
         if prefix.blocked_by >= 0 and not final:
             self._park(waiting, prefix.blocked_by)
             return
+        handle.waiting = None
         ready = len(handle.references)
         owner = handle.owner
         if not ready:
@@ -406,10 +429,9 @@ class Engine:
     def expire(self, now: float) -> None:
         while self._deadlines and self._deadlines[0][0] <= now:
             waiting = heapq.heappop(self._deadlines)[2]
-            if waiting.on >= 0:
-                others = self._waiting.get(waiting.on, [])
-                if waiting in others:
-                    others.remove(waiting)
+            if waiting.handle.waiting is waiting:
+                self._unpark(waiting.handle)
+                waiting.handle.waiting = waiting
                 self._look_again(waiting, final=True)
 
     # ---- sessions ----------------------------------------------------------------------------------------------------

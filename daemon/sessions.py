@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -61,6 +62,7 @@ class LookupHandle:
     references: References
     readers: list[int]  # confirmations still expected, per shard
     reading: int = 0  # shares being copied from now, by any session
+    waiting: Any = None  # the engine's record of a lookup that is not answered yet
 
 
 @dataclass(eq=False)

@@ -89,7 +89,7 @@ class Arena:
         self._quarantine: deque[tuple[float, I64]] = deque()
         self._incomplete: deque[tuple[float, I64, npt.NDArray[np.uint32]]] = deque()
         self.bytes_quarantined = 0
-        self._hold_quarantine = False
+        self.zombies = np.empty(0, dtype=np.int64)  # RESERVED under an earlier daemon, by clients that still live
 
     # ---- reading -----------------------------------------------------------------------------------------------------
 
@@ -130,6 +130,13 @@ class Arena:
         """No reference of an earlier epoch is honoured any longer.  Only when no current one exists."""
         self.table.references[self.table.used()] = 0
         self.references_dropped()
+
+    def remove_namespace(self, namespace: Namespace) -> None:
+        """A namespace without entries goes, and its size class with it if it was the last of that size."""
+        self.namespaces.remove(namespace)
+        extent = namespace.extent_bytes
+        if all(ns.extent_bytes != extent for ns in self.namespaces) and self.slabs.retire_class(extent):
+            self._orders.pop(extent, None)
 
     # ---- storing -----------------------------------------------------------------------------------------------------
 
@@ -367,6 +374,9 @@ class Arena:
 
     def _least_recent(self) -> int | None:
         """The size class that holds the least recent entry."""
+        if len(self._orders) == 1:
+            ((extent, only),) = self._orders.items()
+            return extent if only.evicts else None
         stamps = {extent: order.oldest() for extent, order in self._orders.items() if order.evicts}
         stamps = {extent: stamp for extent, stamp in stamps.items() if stamp}
         return min(stamps, key=stamps.__getitem__) if stamps else None
@@ -384,7 +394,8 @@ class Arena:
 
     def _evictable(self, entries: I64) -> npt.NDArray[np.bool_]:
         word = self.table.words[entries, _STATE_WORD]
-        return word == np.uint64(State.SEALED)  # and no references, which are the upper half
+        result: npt.NDArray[np.bool_] = word == np.uint64(State.SEALED)  # and no references: the upper half
+        return result
 
     def evict_step(self) -> bool:
         """One bounded step of watermark eviction.  True = there is more to do."""
@@ -437,18 +448,29 @@ class Arena:
         self._quarantine.append((self.now + QUARANTINE_S, offsets))
         self.bytes_quarantined += size
 
-    def hold_quarantine(self, hold: bool) -> None:
-        """While clients of an earlier epoch may still be writing, nothing leaves quarantine."""
-        self._hold_quarantine = hold
+    def keep_zombies(self, entries: I64) -> None:
+        """Adopted RESERVED entries: nobody finds them, and their extents rest until `bury_zombies`."""
+        self.table.references[entries] = 0
+        self.table.recency[entries] = 0
+        self.zombies = entries
+        self.bytes_quarantined += int(self.table.extent_bytes[entries].sum())
+
+    def bury_zombies(self) -> None:
+        """No client of an earlier daemon is left: what they were writing is free."""
+        if len(self.zombies):
+            self.bytes_quarantined -= int(self.table.extent_bytes[self.zombies].sum())
+            offsets = self.table.offset[self.zombies].astype(np.int64)
+            self.table.free(self.zombies)
+            self.slabs.give(offsets)
+            self.zombies = self.zombies[:0]
 
     def next_quarantine_end(self) -> float | None:
-        return self._quarantine[0][0] if self._quarantine and not self._hold_quarantine else None
+        return self._quarantine[0][0] if self._quarantine else None
 
     def end_quarantine(self) -> None:
-        while self._quarantine and not self._hold_quarantine and self._quarantine[0][0] <= self.now:
+        while self._quarantine and self._quarantine[0][0] <= self.now:
             _, offsets = self._quarantine.popleft()
-            owner = self.slabs.extent_sizes(offsets)
-            self.bytes_quarantined -= int(owner.sum())
+            self.bytes_quarantined -= int(self.slabs.extent_sizes(offsets).sum())
             self.slabs.give(offsets)
 
     # ---- the rest ----------------------------------------------------------------------------------------------------
@@ -475,11 +497,12 @@ class Arena:
         """
         table = self.table
         table.check_integrity()
-        used = table.used()
+        used = np.setdiff1d(table.used(), self.zombies)
         sealed = used[table.state[used] == State.SEALED]
         reserved = used[table.state[used] == State.RESERVED]
         self.index.check_integrity(table.keys[used], table.namespace[used].astype(np.uint64), used)
         resting = [offsets for _, offsets in self._quarantine]
+        resting.append(table.offset[self.zombies].astype(np.int64))
         offsets = np.concatenate([table.offset[used].astype(np.int64), *resting])
         sizes = np.concatenate([table.extent_bytes[used].astype(np.int64), *map(self.slabs.extent_sizes, resting)])
         self.slabs.check_integrity(offsets, sizes)

@@ -6,7 +6,8 @@ and no other entry claims the extent or the key.  Everything else is freed.  All
 second per million entries.
 
 What clients of the old daemon may still be doing is not known, only which of them live (leases.py).  While any of these
-ghosts lives, references are left as they were found, and the extents that were RESERVED stay in quarantine.
+ghosts lives, references are left as they were found, and RESERVED records stay as they are, outside the index
+(*zombies*), so that their extents are not used again, not even when this daemon is killed too.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Adoption(NamedTuple):
     unfinished: int  # RESERVED or EVICTING when the daemon went
 
 
-def adopt(arena: Arena) -> Adoption:
+def adopt(arena: Arena, *, ghosts: bool = False) -> Adoption:
     """Rebuild everything private from the meta segment.  Call once, before any client attaches."""
     table = arena.table
     arena.namespaces.adopt()
@@ -40,13 +41,17 @@ def adopt(arena: Arena) -> Adoption:
     keep = keep[_distinct(table.offset[keep])]
     keep = keep[_distinct(_fingerprints(arena, keep))]
     unfinished = np.flatnonzero((state == State.RESERVED) | (state == State.EVICTING))
-    resting = _quarantine(arena, unfinished[state[unfinished] == State.RESERVED], keep)
+    resting = _still_claimed(arena, unfinished[state[unfinished] == State.RESERVED], keep)
     kept_mask = np.zeros(table.capacity, dtype=bool)
     kept_mask[keep] = True
+    kept_mask[resting] = ghosts
+    offsets = table.offset[resting].astype(np.int64)
     table.adopt(kept_mask)
-    arena.slabs.adopt_extents(np.concatenate((table.offset[keep].astype(np.int64), resting)))
-    if len(resting):
-        arena.quarantine(resting, int(arena.slabs.extent_sizes(resting).sum()))
+    arena.slabs.adopt_extents(np.concatenate((table.offset[keep].astype(np.int64), offsets)))
+    if ghosts:
+        arena.keep_zombies(resting)
+    elif len(resting):
+        arena.quarantine(offsets, int(arena.slabs.extent_sizes(offsets).sum()))
     for at in range(0, len(keep), _BLOCK * 4):
         part = keep[at : at + _BLOCK * 4]
         arena.index.insert(table.keys[part], table.namespace[part].astype(np.uint64), part)
@@ -83,7 +88,9 @@ def _verifies(arena: Arena, entries: npt.NDArray[np.int64]) -> npt.NDArray[np.bo
 def _fingerprints(arena: Arena, entries: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
     """64 bits of (key, namespace): equal keys give equal ones; chunk hashes make other collisions a non-event."""
     table = arena.table
-    return table.keys[entries, 0] ^ (table.namespace[entries].astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+    mixed: npt.NDArray[np.uint64] = table.namespace[entries].astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    mixed ^= table.keys[entries, 0]
+    return mixed
 
 
 def _distinct(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
@@ -97,14 +104,15 @@ def _distinct(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
     return ~twice
 
 
-def _quarantine(arena: Arena, reserved: npt.NDArray[np.int64], keep: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Offsets of extents that a client may still be writing and that no kept entry claims."""
+def _still_claimed(arena: Arena, reserved: npt.NDArray[np.int64], keep: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """RESERVED entries whose extent a client may still be writing: one entry per extent that no kept entry claims."""
     table = arena.table
-    offsets, extents = table.offset[reserved], table.extent_bytes[reserved]
-    inside = offsets < np.uint64(arena.bytes_total)
-    offsets, extents = offsets[inside].astype(np.int64), extents[inside].astype(np.int64)
-    offsets = np.unique(offsets[arena.slabs.slots_of(offsets, extents)])
-    return offsets[~np.isin(offsets, table.offset[keep].astype(np.int64))]
+    reserved = reserved[table.offset[reserved] < np.uint64(arena.bytes_total)]
+    offsets, extents = table.offset[reserved].astype(np.int64), table.extent_bytes[reserved].astype(np.int64)
+    possible = arena.slabs.slots_of(offsets, extents) & ~np.isin(offsets, table.offset[keep].astype(np.int64))
+    reserved, offsets = reserved[possible], offsets[possible]
+    _, first = np.unique(offsets, return_index=True)
+    return np.sort(reserved[first])
 
 
 def _rebuild_order(arena: Arena, keep: npt.NDArray[np.int64]) -> None:

@@ -124,10 +124,9 @@ class Slabs:
     def geometry(self, extent: int) -> tuple[int, int]:
         """(units, extents) per slab for this extent size; (0, 0) if it is larger than the whole data segment."""
         best, best_waste = (0, 0), 2.0
-        for units in range(1, min(self.units, _MAX_UNITS_PER_SLAB + extent // self.slab_bytes) + 1):
+        least = -(-extent // self.slab_bytes)
+        for units in range(max(1, least), min(self.units, least + _MAX_UNITS_PER_SLAB) + 1):
             run = units * self.slab_bytes
-            if run < extent:
-                continue
             waste = (run % extent) / run
             if waste < best_waste - 1e-9:
                 best, best_waste = (units, run // extent), waste
@@ -144,6 +143,14 @@ class Slabs:
                 raise ValueError(f"an extent of {extent} bytes does not fit in {self.units * self.slab_bytes} bytes")
             found = self.classes[extent] = SizeClass(extent, units, per_slab)
         return found
+
+    def retire_class(self, extent: int) -> bool:
+        """Forget a class that nobody will use; False if it still has slabs."""
+        found = self.classes.get(extent)
+        if found is not None and found.slabs:
+            return False
+        self.classes.pop(extent, None)
+        return True
 
     # ---- taking and giving -------------------------------------------------------------------------------------------
 

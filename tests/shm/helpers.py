@@ -38,14 +38,14 @@ class Memory:
         arena.reserving = False
         return arena
 
-    def crash(self) -> tuple[Arena, Adoption, Memory]:
+    def crash(self, *, ghosts: bool = False) -> tuple[Arena, Adoption, Memory]:
         """What a daemon started after a kill right now would adopt."""
         copy = Memory(units=self.units, slab_bytes=self.slab_bytes, capacity=self.capacity)
         copy.entries[:] = self.entries
         copy.namespaces[:] = self.namespaces
         copy.slabs[:] = self.slabs
         arena = copy.arena()
-        return arena, adopt(arena), copy
+        return arena, adopt(arena, ghosts=ghosts), copy
 
 
 def chain(name: object, n: int, start: int = 0) -> np.ndarray:

@@ -110,3 +110,28 @@ def test_a_namespace_that_does_not_verify_takes_its_entries_with_it() -> None:
     assert (result.kept, result.dropped) == (0, 50)
     assert len(adopted.namespaces) == 0
     check(adopted)
+
+
+def test_what_a_living_client_may_be_writing_is_not_reused_even_after_a_second_crash() -> None:
+    memory = Memory(units=1)
+    arena = memory.arena()
+    ns = arena.namespaces.add(1, b"{}", 1, 4096)
+    store(arena, ns, chain("a", 4))
+    arena.reserve(ns, chain("a", 12), 4, 0)
+    _, result, second = memory.crash(ghosts=True)
+    assert (result.kept, result.unfinished) == (4, 8)
+    adopted, result, _ = second.crash(ghosts=True)
+    assert (result.kept, result.unfinished) == (4, 8)
+    assert adopted.bytes_quarantined == 8 * 4096
+    ns = adopted.namespaces.find(ns.digest)
+    check(adopted)
+    assert prefix_length(adopted, ns, chain("a", 12)) == 4
+    assert store(adopted, ns, chain("a", 12)) == 4, "only the extents that nobody may be writing"
+    check(adopted)
+    adopted.now += 3600
+    adopted.end_quarantine()
+    assert adopted.bytes_quarantined == 8 * 4096
+    adopted.bury_zombies()
+    assert adopted.bytes_quarantined == 0
+    assert store(adopted, ns, chain("a", 12)) == 4
+    check(adopted)
