@@ -104,6 +104,10 @@ def store(daemon: Daemon, model: str, chunks: int, **manifest: object) -> None:
 
     with Client.attach(daemon.run_dir, name="a test") as client:
         namespace = client.register({"model": model, "kv_dtype": "bfloat16", **manifest}, shard_bytes=4096)
+        end = time.monotonic() + PATIENCE_S
+        while (l1 := client.stats()["l1"])["bytes_ready"] < l1["bytes_total"]:  # a store before that may find no room
+            assert time.monotonic() < end
+            time.sleep(0.02)
         hashes = b"".join(i.to_bytes(2, "big") * 16 for i in range(1, chunks + 1))
         assert client.store(namespace, hashes, np.full((chunks, 4096), 7, np.uint8)).stored == chunks
 
