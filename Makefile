@@ -19,6 +19,7 @@ PYTEST  := -m pytest -m "not soak"
 TYPED   := -p kvkeep.shm -p kvkeep.ipc -p kvkeep.daemon -p kvkeep.bench
 
 .DELETE_ON_ERROR:
+.NOTPARALLEL:
 .PHONY: run test test-main test-vllm soak lint bench clean
 
 run: $(VENV)/.installed
@@ -58,12 +59,17 @@ clean:
 
 # ---- environments ----------------------------------------------------------------------------------------------------
 
-$(VENV)/.installed: $(SOURCES) constraints.txt
+# A normal install, not an editable one: tests and mypy then see what a user gets.
+BUILD := --no-build-isolation .
+
+$(VENV)/.made: constraints.txt
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	rm -rf build
 	$(VENV)/bin/python $(PIP) --upgrade -c constraints.txt pip setuptools
-	$(VENV)/bin/python $(PIP) -c constraints.txt --upgrade-strategy only-if-needed --force-reinstall --no-deps .
-	$(VENV)/bin/python $(PIP) -c constraints.txt .
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.made $(SOURCES)
+	rm -rf build
+	$(VENV)/bin/python $(PIP) -c constraints.txt $(BUILD)
 	rm -rf build
 	touch $@
 
@@ -84,7 +90,6 @@ $(VLLM_VENV)/.vllm: constraints-vllm.txt tests/vllm_requirements.py
 
 $(VLLM_VENV)/.installed: $(VLLM_VENV)/.vllm $(SOURCES) tests/requirements.txt
 	rm -rf build
-	$(VLLM_VENV)/bin/python $(PIP) -c constraints-vllm.txt --force-reinstall --no-deps .
-	$(VLLM_VENV)/bin/python $(PIP) -c constraints-vllm.txt . -r tests/requirements.txt
+	$(VLLM_VENV)/bin/python $(PIP) -c constraints-vllm.txt -r tests/requirements.txt $(BUILD)
 	rm -rf build
 	touch $@
