@@ -27,7 +27,7 @@ from kvkeep.shm.layout import State
 
 CLEAR_STEP = 1024  # entries per round
 SCAN_STEP = 65536  # records per round
-MAX_PAGE = 10_000
+MAX_PAGE = 1000
 MAX_LISTED_CLIENTS = 256
 
 # So that a reader can count on every name from the first moment on.
@@ -166,18 +166,21 @@ class Admin:
             following = int(at[limit])
         else:
             following = cursor + SCAN_STEP if cursor + SCAN_STEP < arena.table.capacity else 0
-        entries = [self._entry(int(e)) for e in page]
+        entries = self._entries(page)
         return m.Document(self.engine.epoch, json.dumps({"entries": entries, "cursor": following}).encode())
 
-    def _entry(self, entry: int) -> dict[str, Any]:
-        row = self.engine.arena.table.rows[entry]
-        return {
-            "key": row["key"].tobytes().hex(),
-            "state": State(int(row["state"])).name,
-            "bytes": int(row["extent_bytes"]),
-            "references": int(row["references"]),
-            "recency": int(row["recency"]),
-        }
+    def _entries(self, page: npt.NDArray[np.int64]) -> list[dict[str, Any]]:
+        table = self.engine.arena.table
+        keys = table.keys[page].tobytes()
+        columns = (
+            [keys[at : at + m.HASH_BYTES].hex() for at in range(0, len(keys), m.HASH_BYTES)],
+            [State(state).name for state in table.state[page].tolist()],
+            table.extent_bytes[page].tolist(),
+            table.references[page].tolist(),
+            table.recency[page].tolist(),
+        )
+        names = ("key", "state", "bytes", "references", "recency")
+        return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
 
     def check(self, session: Session, request: m.Check, *_: bytes) -> m.AnyReply:
         self._only_admins(session)
