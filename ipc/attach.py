@@ -35,6 +35,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
+
 from kvkeep.ipc.messages import (
     MAX_ATTACH_FRAME_BYTES,
     SUPPORTED_VERSIONS,

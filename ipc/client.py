@@ -29,9 +29,10 @@ import msgspec
 
 from kvkeep.ipc import messages as m
 from kvkeep.ipc.buffers import Buffers, Hashes, pack_hashes, rows
+from kvkeep.ipc.client_attach import Options
 from kvkeep.ipc.client_lookup import Lookup, PendingLookup, Reading, open_reading
 from kvkeep.ipc.client_rpc import Attachment
-from kvkeep.ipc.client_session import Options, Session
+from kvkeep.ipc.client_session import Session
 from kvkeep.ipc.client_store import Reservation, Stored, StoreResult, outcomes, reservation_of
 from kvkeep.ipc.errors import AttachRefused, Denied, ProtocolError, Unavailable
 from kvkeep.ipc.keys import Manifest, canonical
@@ -39,7 +40,8 @@ from kvkeep.ipc.messages import HASH_BYTES, MAX_CHUNKS
 from kvkeep.ipc.namespace import Namespace
 
 MANAGEMENT_S = 10.0
-_MISS_S = 0.001
+MAX_WAIT_MS = 60_000  # the daemon's limit
+_LEAST_S = 0.001
 
 
 class Client:
@@ -200,7 +202,7 @@ class Client:
                 else:
                     sources = rows([buffers[i - start] for i in reservation.granted], ns.shard_bytes)
                 if reservation.write_all(sources):
-                    committed = reservation.commit(deadline_s=max(_MISS_S, until - time.monotonic()))
+                    committed = reservation.commit(deadline_s=max(_LEAST_S, until - time.monotonic()))
                 else:
                     committed = [m.Outcome.LOST] * len(sources)
             return StoreResult(outcomes(reservation, committed, chunks), reservation.missing)
@@ -274,9 +276,9 @@ class Client:
         pending = PendingLookup(
             self._session, attachment, confirmations=readers * ns.shards, wait_s=wait_s, deadline_s=deadline_s
         )
-        wait_ms = max(0, round(wait_s * 1000))
+        wait_ms = min(MAX_WAIT_MS, max(0, round(wait_s * 1000)))
         request = m.Lookup(attachment.lease, attachment.epoch, namespace_id, packed, readers, wait_ms)
-        pending.send(self._session.channel(attachment), m.encode(request))
+        pending.send(m.encode(request))
         return pending
 
     def retrieve(
@@ -310,8 +312,8 @@ class Client:
             good = reading.read_all(rows(buffers, reading.length, writable=True, limit=count))
             return good + [False] * (total - count)
         finally:
-            if confirm and reading is not None:
-                reading.confirm()
+            if reading is not None:
+                (reading.confirm if confirm else reading.leave)()
             elif confirm:
                 lookup.confirmed()
                 session.settle(
@@ -347,7 +349,7 @@ class Client:
                 self._session.lost(attachment, reply.message)
         elif reply is not None:
             self._session.counters["protocol_errors"] += 1
-            self._session.give_back_reply(attachment, reply)
+            self._session.returns.give_back_reply(attachment, reply)
 
     # ---- management: raises Unavailable, Denied, ProtocolError -------------------------------------------------------
 

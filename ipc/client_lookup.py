@@ -24,7 +24,7 @@ import xxhash
 from kvkeep.ipc import messages as m
 from kvkeep.ipc.buffers import Buffer, Bytes, as_bytes
 from kvkeep.ipc.client_arena import U32, U64, Arena
-from kvkeep.ipc.client_rpc import Attachment, Channel
+from kvkeep.ipc.client_rpc import MAX_DEADLINE_S, Attachment, Channel
 
 if TYPE_CHECKING:
     from kvkeep.ipc.client_session import Session
@@ -88,7 +88,7 @@ class Lookup:
         attachment = self._attachment
         if self._open and attachment is not None:
             with contextlib.suppress(Exception):  # interpreter shutdown
-                self._session.give_back(attachment, m.Release(attachment.lease, attachment.epoch, self.handle))
+                self._session.returns.give_back(attachment, m.Release(attachment.lease, attachment.epoch, self.handle))
 
     def __repr__(self) -> str:
         return f"Lookup(ready={self.ready}, handle={self.handle}, alive={self.alive})"
@@ -113,14 +113,17 @@ class PendingLookup:
         self._request_id: bytes | None = None
         self._handle = 0  # of a reply that said pending
         self._heard = False
-        self._deadline_s = deadline_s + wait_s
+        self._deadline_s = min(deadline_s + wait_s, MAX_DEADLINE_S)
         self._deadline = time.monotonic() + self._deadline_s
         self._result: Lookup | None = None if attachment is not None else self._miss()
 
-    def send(self, channel: Channel, body: bytes) -> None:
-        self._channel = channel
-        self._request_id = channel.post(body, self._receive)
-        if self._request_id is None:
+    def send(self, body: bytes) -> None:
+        """Through this thread's channel; what cannot be sent at once is a miss."""
+        if self._attachment is not None:
+            self._channel = self._session.channel(self._attachment)
+        if self._channel is not None:
+            self._request_id = self._channel.post(body, self._receive)
+        if self._request_id is None and self._result is None:
             self._result = self._miss()
 
     def poll(self) -> Lookup | None:
@@ -169,14 +172,14 @@ class PendingLookup:
     def _release_handle(self) -> None:
         attachment = self._attachment
         if attachment is not None:
-            self._session.give_back(attachment, m.Release(attachment.lease, attachment.epoch, self._handle))
+            self._session.returns.give_back(attachment, m.Release(attachment.lease, attachment.epoch, self._handle))
 
     def _receive(self, reply: m.AnyReply) -> bool:
         """The channel's sink."""
         attachment = self._attachment
         self._heard = True
         if attachment is None or self._result is not None:
-            self._session.give_back_reply(self._channel.attachment, reply)  # type: ignore[union-attr]
+            self._session.returns.give_back_reply(self._channel.attachment, reply)  # type: ignore[union-attr]
             return True
         if self._session.examine(attachment, reply) is None or not isinstance(reply, m.LookupReply | m.LookupDone):
             self._result = self._miss()
@@ -287,7 +290,11 @@ class Reading:
         if wait:
             self._session.settle(self._attachment, request, RELEASE_DEADLINE_S)
         else:
-            self._session.give_back(self._attachment, request)
+            self._session.returns.give_back(self._attachment, request)
+
+    def leave(self) -> None:
+        """Done with these chunks, but not with the handle: other chunks of it will be read, and confirmed."""
+        self._confirmed = True
 
     def __len__(self) -> int:
         return self.count
@@ -324,5 +331,5 @@ def open_reading(
             where = (offsets, entries, np.frombuffer(reply.generations, "<u4"), checksums)
             return Reading(session, attachment, arena, request, reply.length, where, **options)
     session.counters["protocol_errors"] += 1
-    session.give_back(attachment, m.Confirm(attachment.lease, attachment.epoch, request.handle, request.shard))
+    session.returns.give_back(attachment, m.Confirm(attachment.lease, attachment.epoch, request.handle, request.shard))
     return None

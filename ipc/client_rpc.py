@@ -27,6 +27,7 @@ from kvkeep.ipc.messages import REQUEST_ID_BYTES, AnyReply, Error, ErrorCode, Lo
 
 HIGH_WATER = 256  # messages each way; a daemon that hangs must not cost the client memory
 MAX_REPLY_BYTES = 64 << 20
+MAX_DEADLINE_S = 3600.0  # whatever a caller says
 FAST_WAIT_MS = 5  # longer waits go through a poller that also sees the attachment end
 
 Sink = Callable[[AnyReply], bool]  # True = this was the last reply for it; called under the channel's lock
@@ -101,6 +102,7 @@ class Channel:
 
     def call(self, body: bytes, deadline_s: float) -> AnyReply | None:
         """Send and wait.  None = no usable answer; when the deadline was the reason, `late` was told."""
+        deadline_s = min(deadline_s, MAX_DEADLINE_S)
         until = time.monotonic() + deadline_s
         self.sent = False
         if not self.lock.acquire(timeout=max(deadline_s, 0.0)):

@@ -24,27 +24,23 @@ import random
 import threading
 import time
 import weakref
-from collections import deque
-from dataclasses import dataclass
 
 import zmq
 
 from kvkeep.ipc import messages as m
-from kvkeep.ipc.attach import AttachRefused, connect
-from kvkeep.ipc.client_arena import Arena, ArenaError
+from kvkeep.ipc.attach import AttachRefused
+from kvkeep.ipc.client_arena import ArenaError
+from kvkeep.ipc.client_attach import Options, attach_path, open_attachment
 from kvkeep.ipc.client_rpc import Attachment, Channel
+from kvkeep.ipc.client_upkeep import Ping, Returns, clear, zmq_context
 from kvkeep.ipc.namespace import Namespace
-from kvkeep.ipc.rundir import find_run_dir
-from kvkeep.shm.layout import ABI_VERSION
 
 log = logging.getLogger("kvkeep.client")
 
 BACKOFF_S = (0.01, 1.0)
 REFUSED_BACKOFF_S = 10.0  # version, denied: nothing that passes by itself soon
-HANDSHAKE_S = 2.0
 REGISTER_S = 2.0
 SWEEP_S = 0.1
-PING_S = (1.0, 10.0)
 CLOSE_S = 0.4
 STABLE_S = 0.2  # an attachment that lived shorter does not reset the backoff
 
@@ -54,13 +50,6 @@ COUNTERS = (
 _TRANSIENT = ("limit", "stopping", "internal")
 _OVER = (m.ErrorCode.UNKNOWN_LEASE.value, m.ErrorCode.STALE_EPOCH.value)
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
-
-
-@dataclass(frozen=True)
-class Options:
-    run_dir: str | os.PathLike[str] | None
-    name: str
-    arena: bool
 
 
 class Session:
@@ -76,7 +65,7 @@ class Session:
         self.counters = dict.fromkeys(COUNTERS, 0)
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._changed = threading.Condition()
-        self._returns: deque[tuple[Attachment, bytes]] = deque()  # encoded requests that give something back
+        self.returns = Returns(self._wake_fd, self.counters)
         self._channels: list[Channel] = []
         self._local = threading.local()
         self._thread = threading.Thread(target=self._run, name="kvkeep-client", daemon=True)
@@ -103,7 +92,8 @@ class Session:
             if (channel := getattr(self._local, "channel", None)) is not None:
                 channel.sent = False
             return None
-        reply = self.channel(attachment).call(m.encode(request), deadline_s)
+        channel = self.channel(attachment)
+        reply = channel.call(m.encode(request), deadline_s) if channel is not None else None
         return None if reply is None else self.examine(attachment, reply)
 
     def settle(self, attachment: Attachment, request: m.AnyRequest, deadline_s: float) -> None:
@@ -114,7 +104,7 @@ class Session:
             self.call(attachment, request, deadline_s)
             reached = self.sent()
         if not reached:
-            self.give_back(attachment, request)
+            self.returns.give_back(attachment, request)
 
     def sent(self) -> bool:
         """Whether this thread's last `call` left this process."""
@@ -131,13 +121,18 @@ class Session:
             return None
         return reply
 
-    def channel(self, attachment: Attachment) -> Channel:
-        """This thread's."""
+    def channel(self, attachment: Attachment) -> Channel | None:
+        """This thread's; None = no socket can be had (too many open files)."""
         channel: Channel | None = getattr(self._local, "channel", None)
         if channel is None or channel.attachment is not attachment or channel.closed:
             if channel is not None:
                 channel.close()
-            channel = self._open_channel(attachment)
+            self._local.channel = channel = None
+            try:
+                channel = self._open_channel(attachment)
+            except zmq.ZMQError as error:
+                self.last_error = f"cannot open a socket: {error}"
+                return None
             self._local.channel = channel
             for other in list(self._channels):  # threads come and go
                 if (other.closed or not other.owner.is_alive()) and (other.closed or other.close()):
@@ -152,25 +147,6 @@ class Session:
                 f"this kvkeep client was attached by process {self.pid} and cannot be used in its fork {os.getpid()}; "
                 "attach a new one after the fork"
             )
-
-    def give_back(self, attachment: Attachment, request: m.AnyRequest) -> None:
-        """Send this when possible, wait for nothing.  Safe in finalizers, in any thread, at interpreter shutdown."""
-        if attachment.alive and os.getpid() == self.pid and not self.closing:
-            self._returns.append((attachment, m.encode(request)))
-            self.wake()
-
-    def give_back_reply(self, attachment: Attachment, reply: m.AnyReply) -> None:
-        """What a reply that nobody waits for has brought."""
-        handle = getattr(reply, "handle", 0) or getattr(reply, "pin", 0)
-        if not handle or reply.epoch != attachment.epoch:
-            return
-        self.counters["given_back"] += 1
-        if isinstance(reply, m.StoreReply):
-            self.give_back(attachment, m.Abort(attachment.lease, attachment.epoch, handle))
-        elif isinstance(reply, m.Pinned):
-            self.give_back(attachment, m.Unpin(attachment.lease, attachment.epoch, handle))
-        else:
-            self.give_back(attachment, m.Release(attachment.lease, attachment.epoch, handle))
 
     def lost(self, attachment: Attachment, why: str) -> None:
         """From any thread: this attachment is over.  The next one comes by itself."""
@@ -188,7 +164,7 @@ class Session:
         """Detach.  Returns in half a second at most; a copy that still runs keeps the lease until it ends."""
         if os.getpid() != self.pid or self.closing:
             return
-        self.closing = True
+        self.closing = self.returns.closed = True
         attachment = self.attachment
         self.attachment = None
         if attachment is not None:
@@ -211,7 +187,7 @@ class Session:
             attachment: Attachment | None = None
             pause = backoff
             try:
-                attachment = self._attach(previous)
+                attachment = open_attachment(self.options, previous)
             except AttachRefused as error:
                 self.last_error = str(error)
                 if error.code not in _TRANSIENT:
@@ -241,7 +217,7 @@ class Session:
                 backoff = min(backoff * 2, BACKOFF_S[1])
 
     def where(self) -> str:
-        return f"{find_run_dir(self.options.run_dir)}/attach.sock"
+        return attach_path(self.options)
 
     def _tell_refused(self, error: AttachRefused) -> None:
         if self.refused is None or self.refused.message != error.message:
@@ -249,27 +225,6 @@ class Session:
         with self._changed:
             self.refused = error
             self._changed.notify_all()
-
-    def _attach(self, previous: int) -> Attachment | None:
-        path = self.where()
-        hello = m.Hello(m.SUPPORTED_VERSIONS, self.options.name, previous, self.options.arena, ABI_VERSION)
-        sock, welcome, fds = connect(path, hello, HANDSHAKE_S)
-        try:
-            arena = Arena(welcome, fds[0], fds[1]) if fds else None
-            own = f"{os.path.dirname(path)}/rpc.sock"  # the daemon may see its directory under another path
-            endpoint = f"ipc://{own}" if os.path.exists(own) else welcome.rpc_endpoint
-            if not endpoint.startswith("ipc://"):
-                raise ArenaError(f"the daemon names {endpoint!r} as its RPC socket, which is not a local one")
-            attachment = Attachment(sock, welcome, arena, fds.pop() if fds else -1, endpoint)
-            if arena is not None:
-                arena.populate(fds.pop())
-            return attachment
-        except BaseException:
-            sock.close()
-            raise
-        finally:
-            for fd in fds:
-                os.close(fd)
 
     def _serve(self, attachment: Attachment) -> None:
         """Until the attachment ends or the client closes."""
@@ -284,15 +239,15 @@ class Session:
                 if fd >= 0:
                     poller.register(fd, zmq.POLLIN)
             poller.register(channel.socket, zmq.POLLIN)
-            ping = _Ping(channel, m.encode(m.Ping(attachment.lease, attachment.epoch)))
+            ping = Ping(channel, m.encode(m.Ping(attachment.lease, attachment.epoch)))
             while attachment.alive and not self.closing:
                 ready = dict(poller.poll(self._timeout_ms(attachment, ping)))
                 if attachment.sock.fileno() in ready:
                     self._read_connection(attachment)
                 if self._wake_fd in ready:
-                    _clear(self._wake_fd)
+                    clear(self._wake_fd)
                 if attachment.event_fd in ready:
-                    _clear(attachment.event_fd)
+                    clear(attachment.event_fd)
                     os.eventfd_write(self.eventfd, 1)
                 channel.drain()
                 if channel.closed:
@@ -300,18 +255,18 @@ class Session:
                 elif attachment.hung:
                     ping.send_if_due()
                 else:
-                    self._return_handles(attachment, channel)
+                    self.returns.flush(attachment, channel)
                     for other in list(self._channels):
                         if other.expects_strays:
                             other.drain()
         finally:
             channel.close()
 
-    def _timeout_ms(self, attachment: Attachment, ping: _Ping) -> int | None:
+    def _timeout_ms(self, attachment: Attachment, ping: Ping) -> int | None:
         if attachment.hung:
             return ping.due_in_ms()
         strays = any(c.expects_strays for c in self._channels)
-        return int(SWEEP_S * 1000) if strays or self._returns else None
+        return int(SWEEP_S * 1000) if strays or self.returns else None
 
     def _read_connection(self, attachment: Attachment) -> None:
         """The daemon never speaks after the Welcome: anything but its end is thrown away."""
@@ -348,9 +303,9 @@ class Session:
         self.lost(attachment, "closed" if self.closing else "could not serve")
         os.eventfd_write(self.eventfd, 1)  # whoever waits for a lookup looks, and finds a miss
         for channel in list(self._channels):
-            channel.close()
+            channel.close(0.02)  # whoever is waiting in it has been woken
         self._channels = [c for c in self._channels if not c.closed]
-        self._returns.clear()
+        self.returns.clear()
         if attachment.arena is not None:
             guard = attachment.arena.guard
             guard.revoke()
@@ -361,15 +316,10 @@ class Session:
         attachment.arena = None  # who still needs the old mapping holds it; the last one ends the lock
         attachment.sock.close()
 
-    def _return_handles(self, attachment: Attachment, channel: Channel) -> None:
-        while self._returns:
-            owner, body = self._returns.popleft()
-            if owner is attachment and channel.post(body) is None:
-                self._returns.appendleft((owner, body))
-                return
-
     def _open_channel(self, attachment: Attachment) -> Channel:
-        return Channel(attachment, _context(), stray=self.give_back_reply, late=self.late, counters=self.counters)
+        return Channel(
+            attachment, zmq_context(), stray=self.returns.give_back_reply, late=self.late, counters=self.counters
+        )
 
     def late(self, attachment: Attachment, what: str, deadline_s: float) -> None:
         """A deadline expired: open the breaker.  One line, for the first."""
@@ -390,53 +340,7 @@ class Session:
         poller.register(self._wake_fd, zmq.POLLIN)
         while not self.closing and (left := until - time.monotonic()) > 0:
             if poller.poll(max(1, int(left * 1000))):
-                _clear(self._wake_fd)
-
-
-class _Ping:
-    """Asks a silent daemon, with growing patience, until it answers."""
-
-    def __init__(self, channel: Channel, body: bytes) -> None:
-        self._channel, self._body = channel, body
-        self._patience = PING_S[0]
-        self._next = 0.0
-
-    def due_in_ms(self) -> int:
-        return max(0, int((self._next - time.monotonic()) * 1000) + 1)
-
-    def send_if_due(self) -> None:
-        now = time.monotonic()
-        if now < self._next:
-            return
-        self._next = now + self._patience
-        self._patience = min(self._patience * 2, PING_S[1])
-        self._channel.post(self._body, self._answered)
-
-    def _answered(self, reply: m.AnyReply) -> bool:
-        attachment = self._channel.attachment
-        if attachment.hung:
-            attachment.hung = False
-            log.warning("the daemon at %s answers again", attachment.endpoint)
-        self._patience, self._next = PING_S[0], 0.0
-        return True
-
-
-_contexts: dict[int, zmq.Context[zmq.Socket[bytes]]] = {}
-
-
-def _context() -> zmq.Context[zmq.Socket[bytes]]:
-    """One for all clients of this process; a fork makes its own."""
-    context = _contexts.get(os.getpid())
-    if context is None:
-        context = zmq.Context(io_threads=1)
-        context.set(zmq.MAX_SOCKETS, 65536)
-        context = _contexts.setdefault(os.getpid(), context)
-    return context
-
-
-def _clear(eventfd: int) -> None:
-    with contextlib.suppress(BlockingIOError):
-        os.eventfd_read(eventfd)
+                clear(self._wake_fd)
 
 
 def _in_fork() -> None:
@@ -448,4 +352,3 @@ def _in_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_in_fork)
-__all__ = ["Options", "Session"]

@@ -172,7 +172,7 @@ class Reservation:
         if isinstance(reply, m.CommitReply) and len(reply.outcomes) == count:
             return [_OUTCOMES.get(o, Outcome.LOST) for o in reply.outcomes]
         if not self._session.sent():  # else the daemon will find it, whenever it looks
-            self._session.give_back(attachment, m.Abort(attachment.lease, attachment.epoch, self.handle))
+            self._session.returns.give_back(attachment, m.Abort(attachment.lease, attachment.epoch, self.handle))
         return [Outcome.LOST] * count
 
     def abort(self) -> None:
@@ -197,7 +197,7 @@ class Reservation:
         attachment = getattr(self, "_attachment", None)
         if attachment is not None and getattr(self, "_open", False):
             with contextlib.suppress(Exception):
-                self._session.give_back(attachment, m.Abort(attachment.lease, attachment.epoch, self.handle))
+                self._session.returns.give_back(attachment, m.Abort(attachment.lease, attachment.epoch, self.handle))
 
 
 def reservation_of(
@@ -225,7 +225,7 @@ def reservation_of(
     ):
         return Reservation(session, attachment, reply, start=start, **options)
     session.counters["protocol_errors"] += 1
-    session.give_back_reply(attachment, reply)
+    session.returns.give_back_reply(attachment, reply)
     return Reservation(session)
 
 

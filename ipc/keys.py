@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, TypeAlias
 import msgspec
 import numpy as np
 from blake3 import blake3
+
 from kvkeep.ipc.messages import HASH_BYTES, MAX_MANIFEST_BYTES
 from kvkeep.shm.namespaces import namespace_digest
 

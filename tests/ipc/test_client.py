@@ -126,6 +126,11 @@ def test_hashes_of_a_wrong_length_are_refused(kv: Client, ns: Namespace, bad: An
         kv.lookup(ns, bad)
 
 
+def test_an_endless_deadline_has_an_end(kv: Client, ns: Namespace) -> None:
+    assert kv.lookup(ns, hashes(1), deadline_s=float("inf")).ready == 0
+    assert kv.begin_lookup(ns, hashes(1), wait_s=1e9, deadline_s=float("inf")).wait(float("inf")).ready == 0
+
+
 def test_hashes_come_packed_or_as_a_list(kv: Client, ns: Namespace) -> None:
     packed = hashes(3)
     kv.store(ns, [packed[i : i + 32] for i in range(0, 96, 32)], [content(i) for i in range(3)])
@@ -212,6 +217,18 @@ def test_release_keeps_the_head_that_is_asked_for(kv: Client, ns: Namespace, fak
     found.release()
     found.release()
     assert fake.count(m.Release) == 2
+
+
+def test_a_range_can_be_read_in_parts_and_is_confirmed_once(kv: Client, ns: Namespace, fake: FakeDaemon) -> None:
+    kv.store(ns, hashes(4), [content(i) for i in range(4)])
+    found, target = kv.lookup(ns, hashes(4)), np.zeros((2, SIZE), np.uint8)
+    assert kv.retrieve(found, target, confirm=False) == [True, True]
+    assert kv.retrieve(found, target, start=2, confirm=False) == [True, True]
+    assert (target[1] == content(3)).all()
+    kv.ping()
+    assert fake.count(m.Confirm) == 0
+    assert kv.retrieve(found, [], start=4) == []
+    assert fake.count(m.Confirm) == 1
 
 
 def test_checksums_are_stored_and_a_flipped_bit_is_a_miss(fake: FakeDaemon) -> None:
