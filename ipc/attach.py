@@ -16,7 +16,7 @@ Invariants of the server side (`AttachListener`)
   * Full table or no descriptors left: the oldest connection that has not said Hello makes room for the
     newest, so idle connections cannot lock out a client that speaks.
 
-The client side is one function, `connect`.
+The client side is `connect` in attach_client.py.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from kvkeep.ipc.attach_client import connect
+from kvkeep.ipc.attach_frames import HEADER, AttachRefused, check_path, frame
 from kvkeep.ipc.messages import (
     MAX_ATTACH_FRAME_BYTES,
     SUPPORTED_VERSIONS,
@@ -44,7 +46,6 @@ from kvkeep.ipc.messages import (
     Refused,
     Welcome,
     decode_attach,
-    encode,
 )
 
 log = logging.getLogger("kvkeep.attach")
@@ -53,23 +54,10 @@ BACKLOG = 4096  # the kernel caps it at net.core.somaxconn
 ACCEPTS_PER_SERVICE = 64
 EVENTS_PER_SERVICE = 128
 MAX_NOISE_BYTES = 64 * 1024  # after the handshake
-MAX_SOCKET_PATH_BYTES = 107
 ACCEPT_PAUSE_S = 0.1  # when out of descriptors and nobody can be displaced
-ARENA_FDS = 3  # meta, data, eventfd
-MAX_FDS = 8  # room for what a broken peer may send; anything but 0 or 3 is refused
 
-_HEADER = struct.Struct("<I")
 _UCRED = struct.Struct("iII")
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-
-
-class AttachRefused(Exception):
-    """The daemon answered, and its answer was no.  ``code`` is that of `Refused`."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
-        self.message = message
 
 
 class Credentials(NamedTuple):
@@ -95,12 +83,6 @@ class _Connection:
         self.inbox = bytearray()
         self.lease_id: int | None = None  # not None = admitted
         self.noise = 0
-
-
-def frame(message: AttachMessage) -> bytes:
-    """One message as it travels: u32 length, msgpack."""
-    body = encode(message)
-    return bytes(_HEADER.pack(len(body)) + body)
 
 
 class AttachListener:
@@ -246,18 +228,18 @@ class AttachListener:
 
     def _handshake(self, connection: _Connection) -> None:
         inbox = connection.inbox
-        if len(inbox) < _HEADER.size:
+        if len(inbox) < HEADER.size:
             return
-        (length,) = _HEADER.unpack_from(inbox)
+        (length,) = HEADER.unpack_from(inbox)
         if length > MAX_ATTACH_FRAME_BYTES:
             limit = f"a frame of {length} bytes is over the limit of {MAX_ATTACH_FRAME_BYTES}"
             self._refuse(connection, Refused("bad_request", limit))
             return
-        if len(inbox) < _HEADER.size + length:
+        if len(inbox) < HEADER.size + length:
             return
-        connection.noise = len(inbox) - _HEADER.size - length
+        connection.noise = len(inbox) - HEADER.size - length
         try:
-            hello = decode_attach(bytes(inbox[_HEADER.size : _HEADER.size + length]))
+            hello = decode_attach(bytes(inbox[HEADER.size : HEADER.size + length]))
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             self._refuse(connection, Refused("bad_request", f"the first frame is not a Hello: {error}"))
             return
@@ -309,90 +291,11 @@ class AttachListener:
             self._closed(connection.lease_id)
 
 
-# ---- client side -------------------------------------------------------------------------------------------
-
-
-def connect(path: str, hello: Hello, deadline_s: float) -> tuple[socket.socket, Welcome, list[int]]:
-    """Attach: returns the connection (keep it open, it is the lease), the Welcome and the descriptors,
-    which are the caller's to close.  Raises AttachRefused, TimeoutError, or another OSError; nothing is
-    left open then."""
-    until = time.monotonic() + deadline_s
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    fds: list[int] = []
-    try:
-        _connect(sock, path, until)
-        _wait_for(sock, until)
-        sock.sendall(frame(hello))
-        reply = _receive(sock, until, fds)
-        if isinstance(reply, Refused):
-            raise AttachRefused(reply.code, reply.message)
-        if not isinstance(reply, Welcome):
-            raise ConnectionError(f"the peer at {path} answered {type(reply).__name__}, not Welcome: not a kvkeepd?")
-        expected = ARENA_FDS if hello.want_arena else 0
-        if len(fds) != expected:
-            raise ConnectionError(f"the daemon at {path} passed {len(fds)} descriptors, not {expected}")
-        if reply.version not in hello.versions:
-            raise AttachRefused("version", f"the daemon chose protocol {reply.version}, which was not offered")
-        sock.setblocking(False)
-        return sock, reply, fds
-    except BaseException:
-        sock.close()
-        for fd in fds:
-            os.close(fd)
-        raise
-
-
-def _connect(sock: socket.socket, path: str, until: float) -> None:
-    _check_path(path)
-    while True:
-        _wait_for(sock, until)
-        try:
-            sock.connect(path)
-            return
-        except BlockingIOError:  # the backlog is full: a Unix socket does not queue the caller
-            time.sleep(0.005)
-
-
-def _receive(sock: socket.socket, until: float, fds: list[int]) -> AttachMessage:
-    """One frame; descriptors that come along are put into ``fds`` at once, so that they are never lost."""
-    inbox = bytearray()
-    need = _HEADER.size
-    while len(inbox) < need:
-        _wait_for(sock, until)
-        data, ancillary, flags, _ = sock.recvmsg(
-            need - len(inbox), socket.CMSG_SPACE(MAX_FDS * 4), socket.MSG_CMSG_CLOEXEC
-        )
-        for level, kind, payload in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                fds.extend(array.array("i", payload[: len(payload) // 4 * 4]))
-        if flags & socket.MSG_CTRUNC:
-            raise ConnectionError("descriptors were lost on the way (too many open files?); raise RLIMIT_NOFILE")
-        if not data:
-            raise ConnectionResetError("the daemon closed the connection during the handshake")
-        inbox += data
-        if need == _HEADER.size and len(inbox) == need:
-            (length,) = _HEADER.unpack(inbox)
-            if length > MAX_ATTACH_FRAME_BYTES:
-                raise ConnectionError(f"a frame of {length} bytes is over the limit: not a kvkeepd?")
-            need += length
-    try:
-        return decode_attach(bytes(inbox[_HEADER.size :]))
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ConnectionError(f"the peer's answer is not readable: {error}") from None
-
-
-def _wait_for(sock: socket.socket, until: float) -> None:
-    left = until - time.monotonic()
-    if left <= 0:
-        raise TimeoutError("the daemon did not answer the attach in time")
-    sock.settimeout(left)
-
-
 # ---- small parts -------------------------------------------------------------------------------------------
 
 
 def _bind(path: str, mode: int, gid: int | None) -> socket.socket:
-    _check_path(path)
+    check_path(path)
     try:
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
             raise FileExistsError(errno.EEXIST, f"{path} exists and is not a socket; remove it or choose --run-dir")
@@ -417,15 +320,6 @@ def _bind(path: str, mode: int, gid: int | None) -> socket.socket:
     return sock
 
 
-def _check_path(path: str) -> None:
-    length = len(os.fsencode(path))
-    if length > MAX_SOCKET_PATH_BYTES:
-        raise ValueError(
-            f"socket path {path} has {length} bytes, the kernel's limit is {MAX_SOCKET_PATH_BYTES}; "
-            "use a shorter --run-dir"
-        )
-
-
 def _credentials(sock: socket.socket) -> Credentials:
     return Credentials(*_UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)))
 
@@ -445,3 +339,6 @@ def _send(sock: socket.socket, message: AttachMessage, fds: tuple[int, ...] = ()
         return sock.sendmsg([data], rights, socket.MSG_NOSIGNAL) == len(data)
     except OSError:
         return False
+
+
+__all__ = ["Admission", "AttachListener", "AttachRefused", "Credentials", "connect", "frame"]

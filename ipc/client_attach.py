@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from kvkeep.ipc.attach import connect
+from kvkeep.ipc.attach_client import connect
 from kvkeep.ipc.client_arena import Arena, ArenaError
 from kvkeep.ipc.client_rpc import Attachment
 from kvkeep.ipc.messages import SUPPORTED_VERSIONS, Hello

@@ -28,7 +28,7 @@ import weakref
 import zmq
 
 from kvkeep.ipc import messages as m
-from kvkeep.ipc.attach import AttachRefused
+from kvkeep.ipc.attach_frames import AttachRefused
 from kvkeep.ipc.client_arena import ArenaError
 from kvkeep.ipc.client_attach import Options, attach_path, open_attachment
 from kvkeep.ipc.client_rpc import Attachment, Channel

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvkeep.ipc.attach import AttachRefused
+from kvkeep.ipc.attach_frames import AttachRefused
 
 
 class Unavailable(Exception):
