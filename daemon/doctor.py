@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import os
 import platform
-import stat
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -69,17 +68,13 @@ def _run_dir(config: Config) -> Iterator[Finding]:
                 WARN, "run-dir", f"{path} cannot be made by uid {os.geteuid()} in {parent}: give another --run-dir"
             )
         return
-    except OSError as problem:
-        yield Finding(WARN, "run-dir", f"{path} cannot be looked at ({problem.strerror})")
+    except OSError as error:
+        yield Finding(WARN, "run-dir", f"{path} cannot be looked at ({error.strerror})")
         return
-    if not stat.S_ISDIR(folder.st_mode):
-        yield Finding(ERROR, "run-dir", f"{path} is not a directory: remove it, or give another --run-dir")
-    elif folder.st_mode & stat.S_IWOTH:
-        yield Finding(
-            ERROR, "run-dir", f"{path} is writable for everybody, who could replace the sockets: chmod o-w {path}"
-        )
-    elif folder.st_uid not in (os.geteuid(), 0):
+    if folder.st_uid not in (os.geteuid(), 0):
         yield Finding(OK, "run-dir", f"{path} belongs to uid {folder.st_uid}, you look as uid {os.geteuid()}")
+    elif problem := reach.untrusted(path):
+        yield Finding(ERROR, "run-dir", problem)
     else:
         yield Finding(OK, "run-dir", f"{path} is in order")
 

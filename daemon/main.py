@@ -58,10 +58,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def preflight(config: Config) -> bool:
     """Log every warning and error about the host; False = do not start."""
+    from kvkeep.daemon import reach
     from kvkeep.shm import hostcheck
 
     hostcheck.raise_file_limit()
     fit = True
+    if problem := reach.untrusted(config.run_dir):
+        log.error("cannot start: %s", problem)
+        fit = False
     for finding in hostcheck.check(need(config)):
         if finding.level == hostcheck.ERROR:
             log.error("cannot start: %s", finding.message)

@@ -54,6 +54,22 @@ def look(run_dir: str) -> Reach:
     return Reach(True, f"kvkeepd accepts connections at {attach}")
 
 
+def untrusted(run_dir: str) -> str:
+    """Why a daemon should not put its sockets there, or "": somebody else could replace them."""
+    for path in (os.path.dirname(run_dir), run_dir):
+        try:
+            folder = os.stat(path)
+        except OSError:
+            continue  # not there yet
+        if not stat.S_ISDIR(folder.st_mode):
+            return f"{path} is not a directory: remove it, or give another --run-dir"
+        if folder.st_uid not in (0, os.geteuid()):
+            return f"{path} belongs to uid {folder.st_uid}, who could replace the sockets: give another --run-dir"
+        if folder.st_mode & stat.S_IWOTH and not folder.st_mode & stat.S_ISVTX:
+            return f"{path} is writable for everybody, who could replace the sockets: chmod o-w {path}"
+    return ""
+
+
 def lock_is_held(run_dir: str) -> bool | None:
     """None = cannot be told (the lock belongs to another user)."""
     try:

@@ -241,6 +241,21 @@ def test_a_user_outside_the_group_is_told_how_to_get_in(daemon):
     assert "become a member of group" in script.stdout
 
 
+def test_a_run_directory_in_which_others_could_replace_the_sockets_is_refused(tmp_path):
+    open_to_all = tmp_path / "open"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    command = [sys.executable, "-m", "kvkeep.daemon.main", "--name", "kvk-test-open", "--l1-size-gb", "0.01"]
+    for run_dir in (open_to_all, open_to_all / "below"):
+        done = subprocess.run(
+            [*command, "--run-dir", str(run_dir)], capture_output=True, text=True, env=CLEAN, timeout=60, check=False
+        )
+        assert done.returncode == 3
+        assert "chmod o-w" in done.stderr
+    assert not Path("/dev/shm/kvkeep-kvk-test-open-meta").exists()
+    assert kvkeep("doctor", "--run-dir", str(open_to_all)).returncode == 1
+
+
 def test_the_environment_names_the_daemon_too(daemon):
     assert kvkeep("status", KVKEEP_RUN_DIR=daemon.run_dir).returncode == 0
 
