@@ -54,7 +54,10 @@ def _cached_snapshot(model: str, revision: str | None) -> Path:
     """The folder of the Hugging Face cache that the engine loaded from; no network."""
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(model, "config.json", revision=revision)
+    try:
+        found = try_to_load_from_cache(model, "config.json", revision=revision)
+    except ValueError:  # not even a name of a repository
+        found = None
     if not isinstance(found, str):
         raise NoFingerprint(f"the files of model {model!r} are not in the local cache: give a folder as the model")
     return Path(found).parent

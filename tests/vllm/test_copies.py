@@ -1,0 +1,224 @@
+"""Every job that goes into the copy threads comes out exactly once."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvkeep.ipc.messages import HASH_BYTES
+from kvkeep.ipc.vllm.copies import CopyThreads, LoadEnd
+from kvkeep.ipc.vllm.guard import Guard
+from kvkeep.ipc.vllm.metadata import LoadJob, NamespaceSpec, StoreEnd, StoreJob, StoreReport
+from kvkeep.ipc.vllm.pages import Pages, Plane
+from tests.vllm.fake_client import FakeClient, FakeDaemon
+
+LAYERS, BLOCKS, PAGE, PER_CHUNK = 2, 32, 64, 4
+
+
+class Rig:
+    def __init__(self, deadline_s: float = 5.0) -> None:
+        self.memory = np.random.default_rng(1).integers(0, 256, (LAYERS, BLOCKS, PAGE), dtype=np.uint8)
+        pages = Pages([Plane(self.memory)])
+        self.daemon, self.guard = FakeDaemon(), Guard(print)
+        self.client = FakeClient(self.daemon)
+        self.spec = NamespaceSpec({"model": "m"}, pages.shard_bytes(PER_CHUNK), 1, 64, 0)
+        self.space = self.client.register(self.spec.manifest, shard_bytes=self.spec.shard_bytes)
+        self.copies = CopyThreads(
+            self.client, pages, rank=0, load_threads=2, deadline_s=deadline_s, log=self.guard.note
+        )
+
+    def hashes(self, chunks: int, name: str = "h") -> bytes:
+        return b"".join(f"{name}{n}".encode().ljust(HASH_BYTES, b".") for n in range(chunks))
+
+    def store(self, job_id: int, chunks: int, first_block: int, start: int = 0, name: str = "h") -> StoreReport:
+        ids = tuple(range(first_block, first_block + (chunks - start) * PER_CHUNK))
+        self.copies.submit_store(StoreJob(job_id, self.hashes(chunks, name), start, ids, 0), self.spec)
+        return self.collect(stores=1)[1][0]
+
+    def handle(self, chunks: int) -> int:
+        lookup = self.client.begin_lookup(self.space, self.hashes(chunks)).poll()
+        assert lookup is not None
+        assert lookup.ready == chunks
+        return lookup.hand_over()
+
+    def collect(self, loads: int = 0, stores: int = 0) -> tuple[list[LoadEnd], list[StoreReport]]:
+        """What comes out, until so much has; and a moment longer, in case something comes twice."""
+        ended: tuple[list[LoadEnd], list[StoreReport]] = ([], [])
+        until = time.monotonic() + 10
+        extra = 0
+        while extra < 3:
+            got = self.copies.take_ended()
+            ended[0].extend(got[0])
+            ended[1].extend(got[1])
+            enough = len(ended[0]) >= loads and len(ended[1]) >= stores
+            extra += enough
+            assert time.monotonic() < until, "nothing came out"
+            time.sleep(0.005)
+        assert (len(ended[0]), len(ended[1])) == (loads, stores)
+        return ended
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    made = Rig()
+    yield made
+    made.copies.close()
+
+
+def load(rig: Rig, chunks: int, blocks: list[int], **changes: Any) -> LoadJob:
+    fields: dict[str, Any] = {
+        "request_id": "r",
+        "handle": rig.handle(chunks),
+        "first_chunk": 0,
+        "chunks": chunks,
+        "skip_blocks": 0,
+        "block_ids": tuple(blocks),
+        "generation": 0,
+    }
+    return LoadJob(**fields | changes)
+
+
+def test_what_was_stored_is_what_is_loaded(rig: Rig) -> None:
+    assert rig.store(1, 2, first_block=0) == StoreReport(1, StoreEnd.DONE, 2)
+    before = rig.memory.copy()
+    rig.copies.submit_load(load(rig, 2, [20, 22, 21, 9, 30, 31, 8, 10]))
+    ((end,), _) = rig.collect(loads=1)
+    assert (end.bad_blocks, end.confirmed) == ((), True)
+    for source, target in enumerate([20, 22, 21, 9, 30, 31, 8, 10]):
+        assert np.array_equal(rig.memory[:, target], before[:, source])
+    assert rig.daemon.references() == 0
+
+
+def test_a_load_from_inside_a_chunk_writes_only_what_was_asked(rig: Rig) -> None:
+    rig.store(1, 3, first_block=0)
+    before = rig.memory.copy()
+    job = load(rig, 3, [20, 21, 22, 23, 24, 25], first_chunk=1)
+    rig.copies.submit_load(dataclasses.replace(job, chunks=2, skip_blocks=2))
+    rig.collect(loads=1)
+    for n, target in enumerate(range(20, 26)):
+        assert np.array_equal(rig.memory[:, target], before[:, 6 + n])
+    assert np.array_equal(rig.memory[:, :20], before[:, :20])
+
+
+def test_bad_chunks_are_named_by_their_blocks(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.store(1, 3, first_block=0)
+    from tests.vllm.fake_client import FakeReading
+
+    monkeypatch.setattr(FakeReading, "validate", lambda self: [True, False, True])
+    rig.copies.submit_load(load(rig, 3, list(range(12, 24))))
+    ((end,), _) = rig.collect(loads=1)
+    assert end.bad_blocks == (16, 17, 18, 19)
+    assert end.confirmed
+
+
+def test_a_handle_that_means_nothing_fails_the_whole_load(rig: Rig) -> None:
+    rig.store(1, 1, first_block=0)
+    for handle in (0, 999):
+        rig.copies.submit_load(load(rig, 1, [1, 2, 3, 4], handle=handle))
+        ((end,), _) = rig.collect(loads=1)
+        assert (end.bad_blocks, end.confirmed) == ((1, 2, 3, 4), False)
+
+
+def test_an_exception_while_copying_fails_the_load_and_ends_the_read(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.store(1, 1, first_block=0)
+
+    def broken(self: Pages, *args: Any, **kwargs: Any) -> None:
+        raise OSError("no")
+
+    monkeypatch.setattr(Pages, "scatter", broken)
+    rig.copies.submit_load(load(rig, 1, [1, 2, 3, 4]))
+    ((end,), _) = rig.collect(loads=1)
+    assert end.bad_blocks == (1, 2, 3, 4)
+    assert rig.daemon.references() == 0
+    monkeypatch.setattr(Pages, "gather", broken)
+    assert rig.store(2, 1, first_block=0, name="other").end is StoreEnd.FAILED
+    assert sum(rig.guard.counters.values()) == 2
+    assert not any(space.writing for space in rig.daemon.spaces.values())  # the reservation was given back
+
+
+def test_a_running_load_is_reported_only_after_its_last_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(deadline_s=0.05)
+    rig.store(1, 2, first_block=0)
+    inside, go = threading.Event(), threading.Event()
+    scatter = Pages.scatter
+
+    def slow(self: Pages, *args: Any, **kwargs: Any) -> None:
+        inside.set()
+        assert go.wait(10)
+        scatter(self, *args, **kwargs)
+
+    monkeypatch.setattr(Pages, "scatter", slow)
+    rig.copies.submit_load(load(rig, 2, [10, 11, 12, 13, 14, 15, 16, 17]))
+    assert inside.wait(10)
+    time.sleep(0.1)  # the deadline is over
+    rig.copies.cancel_load("r")
+    assert rig.copies.take_ended() == ([], [])
+    go.set()
+    ((end,), _) = rig.collect(loads=1)
+    assert end.bad_blocks == (14, 15, 16, 17)  # the first chunk was complete, the second never begun
+    rig.copies.close()
+
+
+def test_a_load_that_no_thread_took_in_time_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(deadline_s=0.05)
+    rig.store(1, 1, first_block=0)
+    go = threading.Event()
+    open_read = FakeClient.open_read
+
+    def stuck(self: FakeClient, *args: Any, **kwargs: Any) -> Any:
+        go.wait(10)
+        return open_read(self, *args, **kwargs)
+
+    monkeypatch.setattr(FakeClient, "open_read", stuck)
+    for n in range(3):  # two threads
+        rig.copies.submit_load(load(rig, 1, [n * 4 + 8, n * 4 + 9, n * 4 + 10, n * 4 + 11], request_id=f"r{n}"))
+    until = time.monotonic() + 10
+    ended: list[LoadEnd] = []
+    while not ended and time.monotonic() < until:
+        ended, _ = rig.copies.take_ended()
+    assert [end.job.request_id for end in ended] == ["r2"]
+    go.set()
+    ended, _ = rig.collect(loads=2)
+    assert {end.job.request_id for end in ended} == {"r0", "r1"}
+    rig.copies.close()
+
+
+def test_a_cancelled_load_comes_out_once(rig: Rig) -> None:
+    rig.store(1, 1, first_block=0)
+    for n in range(50):
+        rig.copies.submit_load(load(rig, 1, [8, 9, 10, 11], request_id=f"r{n}"))
+        rig.copies.cancel_load(f"r{n}")
+    ended, _ = rig.collect(loads=50)
+    assert {end.job.request_id for end in ended} == {f"r{n}" for n in range(50)}
+    rig.copies.cancel_load("unknown")
+
+
+def test_each_end_of_a_store_is_named(rig: Rig) -> None:
+    assert rig.store(1, 2, first_block=0).end is StoreEnd.DONE
+    assert rig.store(2, 2, first_block=0) == StoreReport(2, StoreEnd.DONE, 0)  # was there
+    assert rig.store(3, 3, first_block=0, start=2, name="new") == StoreReport(3, StoreEnd.ORPHAN, 0, 0)
+    rig.daemon.capacity = 3
+    assert rig.store(4, 4, first_block=0, start=2) == StoreReport(4, StoreEnd.FULL, 1)
+    rig.daemon.up = False
+    assert rig.store(5, 1, first_block=0, name="away").end is StoreEnd.FAILED
+
+
+def test_a_store_beyond_its_deadline_publishes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(deadline_s=0.02)
+    reserve = FakeClient.reserve
+
+    def slow(self: FakeClient, *args: Any, **kwargs: Any) -> Any:
+        found = reserve(self, *args, **kwargs)
+        time.sleep(0.05)
+        return found
+
+    monkeypatch.setattr(FakeClient, "reserve", slow)
+    assert rig.store(1, 2, first_block=0) == StoreReport(1, StoreEnd.FAILED, 0)
+    assert rig.daemon.stored() == 0
+    rig.copies.close()
