@@ -128,6 +128,10 @@ class Host:
         self.settle()
         return bool(self.llm.reset_prefix_cache())
 
+    def reset_prefix_cache(self) -> bool:
+        """False while a block is in use or pinned."""
+        return bool(self.llm.reset_prefix_cache())
+
     def reset_all(self) -> bool:
         self.settle()
         return bool(self.llm.reset_prefix_cache(reset_connector=True))

@@ -210,7 +210,7 @@ def test_one_changed_tensor_among_many_is_seen(tmp_path: Path) -> None:
 
     first = [1] * 300
     for n in (0, 150, 299):
-        assert write(first) != write(first[:n] + [9] + first[n + 1 :])
+        assert write(first) != write([*first[:n], 9, *first[n + 1 :]])
 
 
 @pytest.mark.parametrize(
