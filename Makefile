@@ -24,7 +24,7 @@ TYPED   := -p kvkeep.shm -p kvkeep.ipc -p kvkeep.daemon -p kvkeep.bench
 
 run: $(VENV)/.installed
 	@echo "Attach plain Python (another terminal, same user):"
-	@echo "    $(VENV)/bin/python -c 'from kvkeep.ipc.client import Client; print(Client.attach().stats())'"
+	@echo "    KVKEEP_NAME=$(NAME) $(VENV)/bin/python -c 'from kvkeep.ipc.client import Client; print(Client.attach().stats())'"
 	@echo "Attach vLLM (with kvkeep installed beside it: pip install $(CURDIR)):"
 	@echo "    KVKEEP_NAME=$(NAME) vllm serve MODEL --kv-transfer-config \\"
 	@echo "      '{\"kv_connector\":\"KVKeepConnector\",\"kv_role\":\"kv_both\",\"kv_load_failure_policy\":\"recompute\"}'"
