@@ -62,7 +62,7 @@ class Admin:
                 m.Delete: self.delete,
                 m.Clear: self.clear,
                 m.Stats: self.stats,
-                m.List: self.list,
+                m.List: self.listing,
                 m.Check: self.check,
             }
         )
@@ -149,7 +149,7 @@ class Admin:
     def stats(self, session: Session, request: m.Stats, *_: bytes) -> m.AnyReply:
         return m.Document(self.engine.epoch, json.dumps(self.document()).encode())
 
-    def list(self, session: Session, request: m.List, *_: bytes) -> m.AnyReply:
+    def listing(self, session: Session, request: m.List, *_: bytes) -> m.AnyReply:
         arena = self.engine.arena
         if not request.namespace:
             namespaces = [self._describe(ns) | {"manifest": _readable(ns.manifest)} for ns in arena.namespaces]
@@ -231,6 +231,7 @@ class Admin:
             "epoch": engine.epoch,
             "uptime_s": round(now - self.started, 1),
             "time": round(time.time(), 3),
+            "monotonic_s": round(now, 3),
             "health": "degraded" if reasons else "ok",
             "reasons": reasons,
             "l1": {

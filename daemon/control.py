@@ -177,6 +177,10 @@ class Control:
         if now - self._published >= (PUBLISH_S if self._dirty else IDLE_PUBLISH_S):
             self.publish()
 
+    def changed(self) -> None:
+        """Something that the stats page shows: publish soon, not at the idle interval."""
+        self._dirty = True
+
     def publish(self) -> None:
         self.engine.counters["requests"] = self.rpc.requests
         self.engine.counters["malformed"] = self.rpc.malformed
@@ -300,6 +304,11 @@ class Control:
         self.admin.inherited_references = self.admin.inherited_generations = None
         self.arena.bury_zombies()
 
+    def reserve_first(self) -> None:
+        """Some memory before the first client, so that a small store never finds nothing; a few milliseconds."""
+        self.reserver.step()
+        self.arena.slabs.set_ready(self.reserver.ready)
+
     def memory_is_ready(self) -> None:
         """The arena of an earlier daemon: nothing is left to reserve."""
         self.arena.slabs.set_ready(self.arena.bytes_total)
@@ -371,6 +380,7 @@ def run(config: Config) -> int:
     gc.freeze()  # what lives now lives to the end; later collections need not look at it
     with _signals(control):
         if control.arena.reserving:
+            control.reserve_first()
             control.reserver.start()
         children = [_start_web(control)] if config.http_port >= 0 else []
         for child in children:
@@ -445,14 +455,23 @@ def _start_web(control: Control) -> Child:
     config = control.config
     # Opened anew, read-only: the child must not share the descriptor that carries our lock on the arena.
     meta_fd = os.open(f"/proc/self/fd/{control.segments.meta_fd}", os.O_RDONLY | os.O_CLOEXEC)
-    argv = ["kvkeep.daemon.web", "--stats-fd", str(meta_fd), "--host", config.http_host]
-    return Child("web", [*argv, "--port", str(config.http_port)], pass_fds=(meta_fd,), heartbeat_s=WEB_HEARTBEAT_S)
+    options = {
+        "--stats-fd": meta_fd,
+        "--host": config.http_host,
+        "--port": config.http_port,
+        "--url-file": os.path.join(config.run_dir, "http.url"),
+        "--log-level": config.log_level,
+        "--log-format": config.log_format,
+    }
+    argv = ["kvkeep.daemon.web", *(str(word) for option in options.items() for word in option)]
+    return Child("web", argv, pass_fds=(meta_fd,), heartbeat_s=WEB_HEARTBEAT_S)
 
 
 def supervise(control: Control, child: Child) -> None:
     """Start the child and have the loop look after it: its state is part of our health."""
 
     def report() -> None:
+        control.changed()
         if reasons := child.reasons():
             control.admin.reasons[child.name] = "; ".join(reasons)
         else:

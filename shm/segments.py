@@ -286,25 +286,30 @@ class Reserver(threading.Thread):
         self._halt = threading.Event()
 
     def run(self) -> None:
-        at = 0
-        while at < self._bytes and not self._halt.is_set():
-            step = min(RESERVE_STEP, self._bytes - at)
-            try:
-                os.posix_fallocate(self._fd, at, step)
-                if self._prepare:
-                    self._prepare(at, step)
-            except OSError as e:
-                what = "no space left in /dev/shm" if e.errno == errno.ENOSPC else e.strerror
-                self.failed = (
-                    f"only {at} of {self._bytes} bytes of L1 could be reserved: {what}; "
-                    "enlarge /dev/shm or lower --l1-size-gb"
-                )
-                break
-            at += step
-            self.ready = at
+        while self.step() and not self._halt.is_set():
             os.eventfd_write(self.eventfd, 1)
         self.done = True
         os.eventfd_write(self.eventfd, 1)
+
+    def step(self) -> bool:
+        """Reserve one more piece.  False = that was the last, or it failed."""
+        at = self.ready
+        size = min(RESERVE_STEP, self._bytes - at)
+        if size <= 0 or self.failed:
+            return False
+        try:
+            os.posix_fallocate(self._fd, at, size)
+            if self._prepare:
+                self._prepare(at, size)
+        except OSError as e:
+            what = "no space left in /dev/shm" if e.errno == errno.ENOSPC else e.strerror
+            self.failed = (
+                f"only {at} of {self._bytes} bytes of L1 could be reserved: {what}; "
+                "enlarge /dev/shm or lower --l1-size-gb"
+            )
+            return False
+        self.ready = at + size
+        return True
 
     def stop(self) -> None:
         self._halt.set()
