@@ -89,7 +89,15 @@ class KVKeepConnector(KVConnectorBase_V1):  # type: ignore[misc]
         elif role == KVConnectorRole.WORKER:
             self.worker = WorkerHalf(vllm_config, kv_cache_config, chosen, self.guard)
         else:
-            self.scheduler = SchedulerHalf(vllm_config, kv_cache_config, chosen, self.guard, logger.warning)
+            self.scheduler = SchedulerHalf(
+                vllm_config,
+                kv_cache_config,
+                chosen,
+                self.guard,
+                logger.warning,
+                may_load=self._kv_transfer_config.is_kv_consumer,
+                may_store=self._kv_transfer_config.is_kv_producer,
+            )
             if self._kv_transfer_config.kv_load_failure_policy != "recompute":
                 logger.warning(
                     "kvkeep: kv_load_failure_policy is 'fail': a failed load ends its request with an error; set it to "

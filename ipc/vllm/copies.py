@@ -30,6 +30,10 @@ CALL_DEADLINE_S = 1.0  # of one request to the daemon; a job's own deadline cuts
 LEFT_AT_CLOSE_S = 0.4  # how long close() waits for the threads
 
 
+class DeadlinePassed(Exception):
+    """Counted and logged once per engine; the request is computed instead."""
+
+
 class LoadState(enum.Enum):
     QUEUED = "queued"
     RUNNING = "running"
@@ -102,7 +106,8 @@ class CopyThreads:
     def take_ended(self) -> tuple[list[LoadEnd], list[StoreReport]]:
         now = time.monotonic()
         for task in [task for task in self._loads.values() if task.deadline < now]:
-            self._end_if_queued(task)
+            if self._end_if_queued(task):
+                self._log("load", self._late(task, "waiting for a copy thread"))
         if not self._ended_loads and not self._ended_stores:
             return [], []
         with self._lock:
@@ -125,12 +130,20 @@ class CopyThreads:
 
     # ---- loads -----------------------------------------------------------------------------------------------------
 
-    def _end_if_queued(self, task: LoadTask) -> None:
+    def _end_if_queued(self, task: LoadTask) -> bool:
         with self._lock:
-            if task.state is LoadState.QUEUED:
-                task.state = LoadState.ENDED
-                self._ended_loads.append(LoadEnd(task.job, task.job.block_ids, confirmed=False))
-                self.counters["loads_not_started"] += 1
+            if task.state is not LoadState.QUEUED:
+                return False
+            task.state = LoadState.ENDED
+            self._ended_loads.append(LoadEnd(task.job, task.job.block_ids, confirmed=False))
+            self.counters["loads_not_started"] += 1
+            return True
+
+    def _late(self, task: LoadTask, stage: str) -> DeadlinePassed:
+        size = len(task.job.block_ids) * self._pages.page_bytes
+        return DeadlinePassed(
+            f"request {task.job.request_id}: {size} bytes were not loaded in {self._deadline_s:g} s, {stage}"
+        )
 
     def _load_loop(self) -> None:
         while (task := self._load_queue.get()) is not None:
@@ -168,7 +181,7 @@ class CopyThreads:
         copied = 0
         try:
             for chunk, view in enumerate(reading.views):
-                if task.cancelled or time.monotonic() > task.deadline:
+                if not self._goes_on(task, copied):
                     break
                 with reading.copying() as allowed:  # not when the daemon is gone: the extent may be given away
                     if not allowed:
@@ -181,6 +194,12 @@ class CopyThreads:
         good = [chunk < copied and chunk < len(valid) and valid[chunk] for chunk in range(job.chunks)]
         self.counters["chunks_loaded"] += sum(good)
         return [block for part, fine in zip(parts, good, strict=True) if not fine for block in part], True
+
+    def _goes_on(self, task: LoadTask, copied: int) -> bool:
+        if time.monotonic() > task.deadline:
+            self._log("load", self._late(task, f"{copied} of {task.job.chunks} chunks were copied"))
+            return False
+        return not task.cancelled
 
     # ---- stores ----------------------------------------------------------------------------------------------------
 

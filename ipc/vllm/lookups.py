@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 MAX_EARLY = 16  # lookups begun when a request arrives; more would hold references for requests deep in the queue
 GRACE_S = 0.001  # how long the first question waits for the answer, instead of costing the request a whole step
+GRACE_OF_A_STEP_S = 0.004  # ... all requests of one step together
+GRACE_PAUSE_S = 0.0001
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,7 @@ class Lookups:
         self._patience_s = options.lookup_deadline_ms / 1000
         self._states: dict[str, _State] = {}
         self._early = 0
+        self._grace_s = GRACE_OF_A_STEP_S
         self._loading: dict[str, Any] = {}  # request id -> Lookup, until the worker reports
         self._new_loads: list[LoadJob] = []
 
@@ -101,7 +104,7 @@ class Lookups:
             return None
         if state.phase is not Phase.READY or active is None or state.active is None:
             return 0
-        if state.active.generation != active.generation:
+        if state.active.generation != active.generation or not state.lookup.alive:
             return 0
         tokens = int(state.lookup.ready * active.chunk_tokens - local_tokens)
         return 0 if tokens < active.chunk_tokens or tokens % active.block_size else tokens
@@ -130,6 +133,8 @@ class Lookups:
         self._new_loads.append(job)
 
     def take_new_loads(self) -> tuple[LoadJob, ...]:
+        """Called once a step, at its end."""
+        self._grace_s = GRACE_OF_A_STEP_S
         loads, self._new_loads = tuple(self._new_loads), []
         return loads
 
@@ -172,9 +177,7 @@ class Lookups:
         lookup, now = state.pending.poll(), time.monotonic()
         if lookup is None and state.deadline == 0.0:
             state.deadline = now + self._patience_s
-            if self._patience_s > 0:
-                time.sleep(GRACE_S)
-                lookup = state.pending.poll()
+            lookup = self._wait_a_moment(state.pending, now)
         if lookup is None and now < state.deadline:
             return False
         pending, state.pending, state.phase = state.pending, None, Phase.CLOSED
@@ -186,6 +189,16 @@ class Lookups:
             state.lookup, state.phase, state.known = lookup, Phase.READY, lookup.ready
             self._counters["lookups_hit"] += 1
         return True
+
+    def _wait_a_moment(self, pending: Any, began: float) -> Any:
+        """Its answer, or None.  An answer takes a fraction of a millisecond; a step takes many."""
+        until = began + min(GRACE_S, self._grace_s, self._patience_s)
+        lookup, now = None, began
+        while lookup is None and now < until:
+            time.sleep(GRACE_PAUSE_S)
+            lookup, now = pending.poll(), time.monotonic()
+        self._grace_s -= now - began
+        return lookup
 
     def _load_job(self, request: Request, state: _State, blocks: KVCacheBlocks, tokens: int) -> LoadJob:
         active, name = state.active, request.request_id

@@ -125,7 +125,7 @@ def _storage(view: torch.Tensor) -> Bytes:
         raise UnknownLayout("a layer registers a list of tensors (recurrent state)")
     if view.device.type != "cpu":
         raise UnknownLayout(f"the KV memory is on {view.device.type}: only CPU engines are supported in this version")
-    whole: Bytes = torch.empty(0, dtype=torch.uint8).set_(view.untyped_storage()).numpy()  # type: ignore[call-overload]
+    whole: Bytes = torch.empty(0, dtype=torch.uint8).set_(view.untyped_storage()).numpy()
     return whole
 
 

@@ -38,7 +38,11 @@ class SchedulerHalf:
         options: Options,
         guard: Guard,
         log: Callable[[str], None],
+        *,
+        may_load: bool = True,
+        may_store: bool = True,
     ) -> None:
+        self._may_load, self._may_store = may_load, may_store
         self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
         self._options, self._guard, self._log = options, guard, log
         spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
@@ -69,7 +73,7 @@ class SchedulerHalf:
         self._facts = facts
         self._client = clients.attach(self._options, "vllm scheduler")
         self.lookups = Lookups(self._client, self._options, self._guard, self.counters)
-        self.stores = Stores(self._pool, self._options, self.lookups, self.counters)
+        self.stores = Stores(self._pool, self._options, self.lookups, self._guard, self.counters)
         self._keeper = NamespaceKeeper(self._client, self._build_namespace, self._refuse)
         self._keeper.start(self._generation)
         self._keeper.wait(START_WAIT_S)
@@ -116,11 +120,13 @@ class SchedulerHalf:
     def on_new_request(self, request: Request) -> None:
         if self.lookups is None or self.stores is None:
             return
-        self.stores.on_new_request(request, self._generation)
-        self.lookups.on_new_request(request, self.active())
+        if self._may_store:
+            self.stores.on_new_request(request, self._generation)
+        if self._may_load:
+            self.lookups.on_new_request(request, self.active())
 
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
-        if self.lookups is None:
+        if self.lookups is None or not self._may_load:
             return 0, False
         tokens = self.lookups.matched_tokens(request, local_tokens, self.active())
         return tokens, bool(tokens)
@@ -150,7 +156,10 @@ class SchedulerHalf:
         for load in report.loads:
             self.lookups.on_load_report(load)
         for store in report.stores:
-            self.stores.on_report(store)
+            try:
+                self.stores.on_report(store)
+            except Exception as error:  # the next one unpins blocks, too
+                self._guard.note("store_report", error)
 
     def on_finished(self, request: Request) -> None:
         if self.lookups is not None and self.stores is not None:

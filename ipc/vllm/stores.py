@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.ipc.messages import HASH_BYTES
+from kvkeep.ipc.vllm.guard import Guard
 from kvkeep.ipc.vllm.lookups import Active, Lookups
 from kvkeep.ipc.vllm.metadata import StoreEnd, StoreJob, StoreReport
 from kvkeep.ipc.vllm.options import Options
@@ -45,8 +46,9 @@ class _Pin:
 
 
 class Stores:
-    def __init__(self, pool: Any, options: Options, lookups: Lookups, counters: Counter[str]) -> None:
-        self._pool, self._options, self._lookups, self._counters = pool, options, lookups, counters
+    def __init__(self, pool: Any, options: Options, lookups: Lookups, guard: Guard, counters: Counter[str]) -> None:
+        self._pool, self._options, self._lookups = pool, options, lookups
+        self._guard, self._counters = guard, counters
         self._progress: dict[str, _Progress] = {}
         self._pins: dict[int, _Pin] = {}
         self._next_job = 1
@@ -78,13 +80,17 @@ class Stores:
             if progress is None or not progress.enabled or progress.generation != active.generation:
                 continue
             complete = self._complete_chunks(progress.request, scheduled, active)
-            if complete > progress.considered:
-                progress.considered = complete
+            grown = complete > progress.considered
+            progress.considered = complete  # it shrinks after a preemption, or when tokens were taken back
+            if not grown:
+                continue
+            try:
                 job = self._job(progress, complete, output, active)
-                if job is not None:
-                    jobs.append(job)
-            elif complete < progress.considered:
-                progress.considered = complete  # preempted, or tokens were taken back
+            except Exception as error:  # jobs of other requests hold pins already: they must go out
+                self._guard.note("store_job", error)
+                progress.enabled = False
+            else:
+                jobs += [job] if job is not None else []
         return jobs
 
     def on_report(self, report: StoreReport) -> None:

@@ -55,7 +55,7 @@ class Bench:
         self.pool = BlockPool(blocks, True, BLOCK)
         chosen = Options(**options)
         self.lookups = Lookups(self.client, chosen, self.guard, self.counters)
-        self.stores = Stores(self.pool, chosen, self.lookups, self.counters)
+        self.stores = Stores(self.pool, chosen, self.lookups, self.guard, self.counters)
         self.active = self.register(0)
         self.tables: dict[str, list[Any]] = {}
 

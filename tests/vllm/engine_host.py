@@ -17,6 +17,19 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 
+ENTRY_POINTS = (
+    "on_new_request",
+    "get_num_new_matched_tokens",
+    "update_state_after_alloc",
+    "build_connector_meta",
+    "update_connector_output",
+    "request_finished",
+    "start_load_kv",
+    "wait_for_save",
+    "get_finished",
+)
+
+
 def main() -> None:
     settings = json.loads(sys.argv[1])
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if settings.get("multiprocessing") else "0"
@@ -77,6 +90,24 @@ class Host:
             }
         self.llm = LLM(**options | settings.get("engine", {}))
         self.start_s = time.monotonic() - began
+        self.longest: dict[str, float] = {}  # seconds of the longest call of each entry point of the connector
+        if settings.get("connector", True) and not settings.get("multiprocessing"):
+            from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+            core = self.llm.llm_engine.engine_core.engine_core
+            for connector in (core.scheduler.connector, get_kv_transfer_group()):
+                for name in ENTRY_POINTS:
+                    setattr(connector, name, self.timed(name, getattr(connector, name)))
+
+    def timed(self, name: str, method: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            began = time.monotonic()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self.longest[name] = max(self.longest.get(name, 0.0), time.monotonic() - began)
+
+        return run
 
     def generate(
         self, prompts: list[list[int]], max_tokens: int = 8, salts: list[str] | None = None, logprobs: int = 2
@@ -150,6 +181,7 @@ class Host:
             "blocks": pool.num_gpu_blocks,
             "free_blocks": pool.get_num_free_blocks(),
             "sent": dict(self.faults.sent),
+            "longest_ms": {name: round(seconds * 1000, 2) for name, seconds in self.longest.items()},
         }
         if half is not None and half.lookups is not None:
             answer |= {

@@ -125,6 +125,10 @@ class FakeLookup:
     def __init__(self, daemon: FakeDaemon, handle: int, ready: int) -> None:
         self.daemon, self.handle, self.ready = daemon, handle, ready
 
+    @property
+    def alive(self) -> bool:
+        return self.handle in self.daemon.handles and self.daemon.up
+
     def release(self) -> None:
         if self.handle:
             self.daemon.count("RELEASE")

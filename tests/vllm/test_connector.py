@@ -45,7 +45,9 @@ ENTRY_POINTS: dict[str, tuple[tuple[Any, ...], Any]] = {
 
 
 def connector(role: KVConnectorRole, extra: dict[str, Any]) -> KVKeepConnector:
-    transfer = SimpleNamespace(kv_connector_extra_config=extra, kv_load_failure_policy="recompute", is_kv_producer=True)
+    transfer = SimpleNamespace(
+        kv_connector_extra_config=extra, kv_load_failure_policy="recompute", is_kv_producer=True, is_kv_consumer=True
+    )
     return KVKeepConnector(SimpleNamespace(kv_transfer_config=transfer), role, SimpleNamespace())
 
 

@@ -73,7 +73,7 @@ def kill_many_times(engines: Engines, reference: Engine, daemon: Daemon, kills: 
         wait_attached(engine)
         report = engine.ask("settle")
         assert_nothing_held(report)
-        assert report["guard"] == {}
+        assert set(report["guard"]) <= {"load: DeadlinePassed"}
     # what was sealed before the first kill is still there
     assert engines.second.ask("forget_local")
     hits = engines.second.external_hits()

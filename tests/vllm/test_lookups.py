@@ -169,6 +169,24 @@ def test_without_a_daemon_the_answer_is_no_at_once(bench: Bench) -> None:
     assert bench.daemon.messages["LOOKUP"] == 0
 
 
+def test_a_hit_of_a_daemon_that_is_gone_is_not_offered(bench: Bench) -> None:
+    request = bench.add(Request("a", 2 * CHUNK))
+    bench.put(request, 2)
+    assert ask(bench, request) == 2 * CHUNK
+    bench.daemon.handles.clear()  # another daemon knows no handles
+    assert ask(bench, request) == 0
+
+
+def test_a_burst_of_requests_waits_for_its_answers_together(bench: Bench) -> None:
+    """The scheduler's thread waits a few milliseconds a step, not one for each request."""
+    bench.daemon.answer_lookups = False
+    for n in range(200):
+        assert ask(bench, bench.add(Request(f"r{n}", CHUNK), blocks=0)) is None
+    assert bench.lookups._grace_s <= 0
+    bench.lookups.take_new_loads()
+    assert bench.lookups._grace_s > 0
+
+
 def test_a_hit_of_before_a_cache_reset_is_not_offered_after_it(bench: Bench) -> None:
     request = bench.add(Request("a", 2 * CHUNK))
     bench.put(request, 2)

@@ -156,6 +156,15 @@ def test_a_decode_step_looks_at_nothing(bench: Bench) -> None:
         request.num_computed_tokens += 1
 
 
+def test_a_request_that_cannot_be_stored_does_not_take_others_with_it(bench: Bench) -> None:
+    good, bad, last = (bench.add(Request(name, CHUNK, prompt=name)) for name in ("good", "bad", "last"))
+    bench.tables["bad"][1] = bench.pool.null_block
+    jobs = bench.stores.new_jobs(bench.output({good: CHUNK, bad: CHUNK, last: CHUNK}), bench.active)
+    assert len(jobs) == 2
+    assert bench.stores.pinned_blocks == 2 * PER_CHUNK
+    assert list(bench.guard.counters) == ["store_job: RuntimeError"]
+
+
 def test_an_adapters_requests_are_not_stored(bench: Bench) -> None:
     request = bench.add(Request("a", CHUNK, lora_request=object()))
     assert bench.step(request, CHUNK) == []
