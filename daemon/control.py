@@ -1,7 +1,5 @@
 """The control process: one thread, one poll loop, the only writer of all L1 metadata.
 
-    run(config)   lock the run directory → open or adopt the arena → bind the sockets → tell systemd → loop → stop
-
 Each round: what arrived on the sockets (a bounded amount), expired deadlines, then one bounded step of background work
 (watermark eviction, log compaction, a management job).  It does no disk or network I/O and never waits for anybody; a
 poll with nothing to do sleeps until the next deadline.  An orderly stop leaves the arena in memory, as a kill does.
@@ -12,15 +10,10 @@ died, references are honoured and quarantined extents rest.
 
 from __future__ import annotations
 
-import fcntl
-import gc
 import json
 import logging
 import os
-import resource
 import secrets
-import signal
-import socket
 import time
 from collections.abc import Callable
 
@@ -32,7 +25,6 @@ from kvkeep.daemon.config import Config
 from kvkeep.daemon.engine import Engine
 from kvkeep.daemon.sdnotify import Notifier
 from kvkeep.daemon.sessions import Session
-from kvkeep.daemon.supervise import Child
 from kvkeep.ipc.attach import Admission, AttachListener, Credentials
 from kvkeep.ipc.messages import Hello, Refused, Welcome
 from kvkeep.ipc.server import RpcServer
@@ -41,7 +33,7 @@ from kvkeep.shm.layout import ABI_VERSION, PAGE
 from kvkeep.shm.leases import LeaseTable
 from kvkeep.shm.namespaces import NamespaceTable
 from kvkeep.shm.recovery import adopt
-from kvkeep.shm.segments import Geometry, InUse, Reserver, SegmentError, Segments, boot_id, open_segments
+from kvkeep.shm.segments import Geometry, Reserver, Segments, boot_id
 from kvkeep.shm.slabs import Slabs, default_slab_bytes
 from kvkeep.shm.stats import write_stats
 from kvkeep.shm.table import EntryTable
@@ -52,10 +44,6 @@ PUBLISH_S = 0.25  # the stats page follows activity at this interval, and rests 
 IDLE_PUBLISH_S = 5.0  # ... but stays visibly alive
 GHOST_POLL_S = 0.25  # only while there are ghosts
 DAMAGE_POLL_S = 1.0
-EXIT_HOST = 3  # as in main
-EXIT_TAKEN = 4
-CHILD_STOP_S = 2.0
-WEB_HEARTBEAT_S = 20.0
 STUCK_ROUND_S = 1.0  # a round longer than this is logged
 
 
@@ -66,7 +54,7 @@ def geometry_of(config: Config) -> Geometry:
 
 
 class Control:
-    """Everything of one running daemon.  Built by `run`."""
+    """Everything of one running daemon.  Built by `run.run`."""
 
     def __init__(self, config: Config, segments: Segments, version: str) -> None:
         self.config = config
@@ -353,168 +341,12 @@ class Control:
         self.segments.close()
 
 
-def run(config: Config) -> int:
-    """Serve until SIGTERM or SIGINT.  Returns the exit code."""
-    _raise_descriptor_limit()
-    os.makedirs(config.run_dir, mode=0o755, exist_ok=True)
-    lock = os.open(config.lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        log.error("another kvkeepd runs in %s; stop it, or give this one another --name or --run-dir", config.run_dir)
-        return EXIT_TAKEN
-    try:
-        segments = open_segments(config.name, geometry_of(config), forget=config.forget)
-    except InUse as e:
-        log.error("%s", e)
-        return EXIT_TAKEN
-    except SegmentError as e:
-        log.error("%s", e)
-        return EXIT_HOST
-    if segments.why:
-        log.warning("the arena of an earlier start was dropped: %s", segments.why)
-    control = Control(config, segments, _version())
-    if segments.fully_reserved and not (config.l1_mlock or config.l1_use_hugepages):
-        control.memory_is_ready()
-    gc.collect()
-    gc.freeze()  # what lives now lives to the end; later collections need not look at it
-    with _signals(control):
-        if control.arena.reserving:
-            control.reserve_first()
-            control.reserver.start()
-        children = [_start_web(control)] if config.http_port >= 0 else []
-        for child in children:
-            supervise(control, child)
-        control.notifier.ready("serving; reserving memory")
-        _arm_watchdog(control)
-        log.info(
-            "kvkeepd %r is ready: epoch %d, %d MiB of L1, attach at %s",
-            config.name,
-            control.epoch,
-            segments.geometry.data_bytes >> 20,
-            config.attach_path,
-        )
-        control.loop()
-        control.notifier.stopping()
-        for child in children:
-            child.stop(time.monotonic() + CHILD_STOP_S)
-    control.close()
-    log.info("stopped; the arena %s", "was dropped" if control.exit_code else "stays in memory for the next start")
-    return control.exit_code
-
-
-class _signals:
-    """SIGTERM and SIGINT end the loop, by way of a descriptor that it polls."""
-
-    def __init__(self, control: Control) -> None:
-        self._control = control
-
-    def __enter__(self) -> None:
-        self._read, self._write = socket.socketpair()
-        self._read.setblocking(False)
-        self._write.setblocking(False)
-        self._before = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._stop)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        self._control.watch(self._read.fileno(), self._drain)
-
-    def _stop(self, number: int, _: object) -> None:
-        self._control.stopping = True
-
-    def _drain(self) -> None:
-        try:
-            self._read.recv(4096)
-        except BlockingIOError:
-            pass
-
-    def __exit__(self, *_: object) -> None:
-        signal.set_wakeup_fd(self._before)
-        self._control.unwatch(self._read.fileno())
-        self._read.close()
-        self._write.close()
-
-
-def _arm_watchdog(control: Control) -> None:
-    interval = control.notifier.watchdog_interval()
-    if not interval:
-        return
-    last = 0.0
-
-    def beat(now: float) -> float:
-        nonlocal last
-        if now - last >= interval / 3:
-            control.notifier.watchdog()
-            last = now
-        return last + interval / 3
-
-    control.timers.append(beat)
-
-
-def _start_web(control: Control) -> Child:
-    config = control.config
-    # Opened anew, read-only: the child must not share the descriptor that carries our lock on the arena.
-    meta_fd = os.open(f"/proc/self/fd/{control.segments.meta_fd}", os.O_RDONLY | os.O_CLOEXEC)
-    options = {
-        "--stats-fd": meta_fd,
-        "--host": config.http_host,
-        "--port": config.http_port,
-        "--url-file": os.path.join(config.run_dir, "http.url"),
-        "--log-level": config.log_level,
-        "--log-format": config.log_format,
-    }
-    argv = ["kvkeep.daemon.web", *(str(word) for option in options.items() for word in option)]
-    return Child("web", argv, pass_fds=(meta_fd,), heartbeat_s=WEB_HEARTBEAT_S)
-
-
-def supervise(control: Control, child: Child) -> None:
-    """Start the child and have the loop look after it: its state is part of our health."""
-
-    def report() -> None:
-        control.changed()
-        if reasons := child.reasons():
-            control.admin.reasons[child.name] = "; ".join(reasons)
-        else:
-            control.admin.reasons.pop(child.name, None)
-
-    def moved() -> None:
-        child.on_exit()
-        report()
-
-    def tick(now: float) -> float | None:
-        deadline = child.next_deadline()
-        if deadline is not None and now >= deadline:
-            child.tick(now)
-            report()
-            deadline = child.next_deadline()
-        return deadline
-
-    child.start()
-    control.watch(child.fileno(), moved)
-    control.timers.append(tick)
-
-
 def _gid(config: Config) -> int | None:
     if not config.socket_group:
         return None
     import grp
 
     return grp.getgrnam(config.socket_group).gr_gid
-
-
-def _raise_descriptor_limit() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("kvkeep")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 def _preparation(config: Config, segments: Segments) -> Callable[[int, int], None] | None:

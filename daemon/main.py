@@ -23,7 +23,7 @@ EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_CONFIG = 2
 EXIT_HOST = 3
-EXIT_TAKEN = 4  # what control.run returns when the lock is held
+EXIT_TAKEN = 4  # what run.run returns when the lock is held
 
 log = logging.getLogger("kvkeep.main")
 
@@ -46,9 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_HOST
     _announce(config)
     try:
-        from kvkeep.daemon import control
+        from kvkeep.daemon import run
 
-        return control.run(config)
+        return run.run(config)
     except KeyboardInterrupt:
         return EXIT_OK
     except Exception:
