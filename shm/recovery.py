@@ -109,7 +109,12 @@ def _still_claimed(arena: Arena, reserved: npt.NDArray[np.int64], keep: npt.NDAr
     table = arena.table
     reserved = reserved[table.offset[reserved] < np.uint64(arena.bytes_total)]
     offsets, extents = table.offset[reserved].astype(np.int64), table.extent_bytes[reserved].astype(np.int64)
-    possible = arena.slabs.slots_of(offsets, extents) & ~np.isin(offsets, table.offset[keep].astype(np.int64))
+    claimed = np.sort(table.offset[keep].astype(np.int64))  # np.isin takes almost a second for a million of them
+    at = np.searchsorted(claimed, offsets)
+    unclaimed = np.ones(len(offsets), dtype=bool)
+    inside = at < len(claimed)
+    unclaimed[inside] = claimed[at[inside]] != offsets[inside]
+    possible = arena.slabs.slots_of(offsets, extents) & unclaimed
     reserved, offsets = reserved[possible], offsets[possible]
     _, first = np.unique(offsets, return_index=True)
     return np.sort(reserved[first])
