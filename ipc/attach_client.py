@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import os
 import socket
 import time
@@ -25,7 +26,8 @@ def connect(path: str, hello: Hello, deadline_s: float) -> tuple[socket.socket, 
     try:
         _connect(sock, path, until)
         _wait_for(sock, until)
-        sock.sendall(frame(hello))
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it may have refused us unheard: read why
+            sock.sendall(frame(hello))
         reply = _receive(sock, until, fds)
         if isinstance(reply, Refused):
             raise AttachRefused(reply.code, reply.message)

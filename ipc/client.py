@@ -161,9 +161,8 @@ class Client:
                 problem = namespace.bind(attachment, reply)
                 if problem:
                     raise ProtocolError(problem, reply.code if isinstance(reply, m.Error) else "")
-            elif attachment.alive:
-                # no answer: nobody would register it with this attachment any more, so take a new one
-                session.lost(attachment, "it did not answer a REGISTER")
+            else:
+                session.register_later()
         return namespace
 
     def _bound(self, namespace: Namespace) -> tuple[Attachment, int] | None:
@@ -345,6 +344,7 @@ class Client:
     def _unexpected(self, attachment: Attachment, reply: m.AnyReply | None) -> None:
         """A data-path answer that is none: a miss, counted; a namespace that is not known there is registered anew."""
         if isinstance(reply, m.Error):
+            self._session.refusal(reply)
             if reply.code == m.ErrorCode.UNKNOWN_NAMESPACE.value:
                 self._session.lost(attachment, reply.message)
         elif reply is not None:

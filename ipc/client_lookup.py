@@ -182,6 +182,8 @@ class PendingLookup:
             self._session.returns.give_back_reply(self._channel.attachment, reply)  # type: ignore[union-attr]
             return True
         if self._session.examine(attachment, reply) is None or not isinstance(reply, m.LookupReply | m.LookupDone):
+            if isinstance(reply, m.Error):
+                self._session.refusal(reply)
             self._result = self._miss()
             return True
         if isinstance(reply, m.LookupReply) and reply.pending:
@@ -319,6 +321,8 @@ def open_reading(
     if not attachment.mapped:
         raise ValueError("this client was attached with arena=False; it cannot read chunks")
     reply = session.call(attachment, request, deadline_s)
+    if isinstance(reply, m.Error):
+        session.refusal(reply)
     if not isinstance(reply, m.Extents) or arena is None:
         return None
     n = request.count

@@ -269,6 +269,9 @@ class Channel:
         poller = zmq.Poller()
         poller.register(self.socket, events)
         poller.register(self.attachment.down_fd, zmq.POLLIN)
+        connection = self.attachment.sock.fileno()
+        if connection >= 0:  # its end is noticed here too: the session's thread may be the one that waits
+            poller.register(connection, zmq.POLLIN)
         left = max(0.0, until - time.monotonic())
         ready = dict(poller.poll(math.ceil(left * 1000)))
         return self.socket in ready and self.attachment.alive

@@ -39,13 +39,14 @@ log = logging.getLogger("kvkeep.client")
 
 BACKOFF_S = (0.01, 1.0)
 REFUSED_BACKOFF_S = 10.0  # version, denied: nothing that passes by itself soon
-REGISTER_S = 2.0
+REGISTER_S = 10.0  # in the background; the daemon's end cuts it short
 SWEEP_S = 0.1
 CLOSE_S = 0.4
 STABLE_S = 0.2  # an attachment that lived shorter does not reset the backoff
 
 COUNTERS = (
-    "attaches", "attach_failures", "late_calls", "breaker_opens", "stray_replies", "protocol_errors", "given_back",
+    "attaches", "attach_failures", "late_calls", "refused", "breaker_opens", "stray_replies", "protocol_errors",
+    "given_back",
 )  # fmt: skip
 _TRANSIENT = ("limit", "stopping", "internal")
 _OVER = (m.ErrorCode.UNKNOWN_LEASE.value, m.ErrorCode.STALE_EPOCH.value)
@@ -61,6 +62,8 @@ class Session:
         self.last_error = "not tried yet"
         self.closing = False
         self.namespaces: dict[bytes, Namespace] = {}  # by digest
+        self._unregistered = False  # one of them is not known to the daemon yet
+        self._complained: set[str] = set()
         self.eventfd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.counters = dict.fromkeys(COUNTERS, 0)
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -84,6 +87,17 @@ class Session:
         """The one object for this identity, and the attachment that does not know it yet, if there is one."""
         with self._changed:  # against the moment between registering all and publishing
             return self.namespaces.setdefault(fresh.digest, fresh), self.attachment
+
+    def register_later(self) -> None:
+        self._unregistered = True
+        self.wake()
+
+    def refusal(self, error: m.Error) -> None:
+        """A data-path request was refused: a miss for the caller, one line a kind for whoever looks for the reason."""
+        self.counters["refused"] += 1
+        if error.code not in self._complained:
+            self._complained.add(error.code)
+            log.warning("the daemon refused a request (%s): %s", error.code, error.message)
 
     def call(self, attachment: Attachment, request: m.AnyRequest, deadline_s: float) -> m.AnyReply | None:
         """One request, one reply; None = the daemon is gone, silent, restarted, or not to be understood."""
@@ -255,6 +269,9 @@ class Session:
                 elif attachment.hung:
                     ping.send_if_due()
                 else:
+                    if self._unregistered:
+                        self._unregistered = False
+                        self._register_all(attachment, channel)
                     self.returns.flush(attachment, channel)
                     for other in list(self._channels):
                         if other.expects_strays:
@@ -284,14 +301,17 @@ class Session:
         while not self.closing:
             with self._changed:
                 todo = [ns for ns in self.namespaces.values() if ns.binding(attachment) is None]
-                if not todo:
+                if not todo and attachment.alive:
                     self.attachment = attachment
                     self.refused = None
                     self._changed.notify_all()
                     return True
+            if not attachment.alive:
+                return False
             for namespace in todo:
                 reply = channel.call(m.encode(namespace.request(attachment)), REGISTER_S)
                 if reply is None or self.examine(attachment, reply) is None:
+                    self._unregistered = True  # for an attachment in use: again when it answers
                     return False
                 problem = namespace.bind(attachment, reply)
                 if problem:

@@ -77,6 +77,7 @@ class FakeDaemon:
         self._wake = os.eventfd(0)
         self._thread: threading.Thread | None = None
         self.hung = threading.Event()
+        self.asleep = threading.Event()
         self.start()
 
     # ---- faults ------------------------------------------------------------------------------------------------------
@@ -135,8 +136,10 @@ class FakeDaemon:
         os.close(self._wake)
 
     def hang(self) -> None:
+        self.asleep.clear()
         self.hung.set()
         os.eventfd_write(self._wake, 1)
+        assert self.asleep.wait(30)
 
     def resume(self) -> None:
         self.hung.clear()
@@ -196,6 +199,7 @@ class FakeDaemon:
         while not self._stop:
             ready = dict(poller.poll(1000))
             while self.hung.is_set() and not self._stop:
+                self.asleep.set()
                 time.sleep(0.002)
             if self.stopping():
                 return

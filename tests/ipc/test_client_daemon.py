@@ -25,13 +25,20 @@ def register(kv: Client) -> Namespace:
     return kv.register({"model": "m", "test": "client"}, shard_bytes=SIZE)
 
 
+def attach(daemon: Daemon, **options: Any) -> Client:
+    """Also waits until all of L1 is reserved, so that nothing is FULL for a start."""
+    kv = Client.attach(daemon.run_dir, **options)
+    eventually(lambda: kv.stats()["l1"]["bytes_ready"] == kv.stats()["l1"]["bytes_total"])
+    return kv
+
+
 def held(kv: Client) -> tuple[int, int]:
     l1 = kv.stats()["l1"]
     return l1["references"], l1["reserved_bytes"]
 
 
 def test_store_kill_restart_and_everything_is_still_there(daemon: Daemon) -> None:
-    with Client.attach(daemon.run_dir) as kv:
+    with attach(daemon) as kv:
         ns, chain = register(kv), hashes(20)
         sources = [content(i, SIZE) for i in range(20)]
         assert kv.store(ns, chain, sources).stored == 20
@@ -47,7 +54,7 @@ def test_store_kill_restart_and_everything_is_still_there(daemon: Daemon) -> Non
 
 
 def test_a_chunk_is_there_when_all_its_shards_are(daemon: Daemon) -> None:
-    with Client.attach(daemon.run_dir, checksums=True) as kv:
+    with attach(daemon, checksums=True) as kv:
         ns, chain = kv.register({"model": "m"}, shard_bytes=5000, shards=2), hashes(3)
         first = [content(i, 5000) for i in range(3)]
         second = [content(10 + i, 5000) for i in range(3)]
@@ -65,7 +72,7 @@ def test_a_chunk_is_there_when_all_its_shards_are(daemon: Daemon) -> None:
 
 
 def test_a_stopped_daemon_opens_the_breaker_and_a_continued_one_closes_it(daemon: Daemon) -> None:
-    with Client.attach(daemon.run_dir) as kv:
+    with attach(daemon) as kv:
         ns, chain = register(kv), hashes(2)
         kv.store(ns, chain, [content(i, SIZE) for i in range(2)])
         os.kill(daemon.pid, signal.SIGSTOP)
@@ -75,26 +82,26 @@ def test_a_stopped_daemon_opens_the_breaker_and_a_continued_one_closes_it(daemon
             assert kv.store(ns, chain, [content(i, SIZE) for i in range(2)], deadline_s=60).failed == 2
         finally:
             os.kill(daemon.pid, signal.SIGCONT)
-        eventually(lambda: not kv.hung, 20)
+        eventually(lambda: not kv.hung)
         assert kv.lookup(ns, chain).ready == 2
         eventually(lambda: held(kv) == (0, 0))
         assert kv.counters["attaches"] == 1
 
 
 def test_a_waiting_lookup_is_answered_when_another_client_commits(daemon: Daemon) -> None:
-    with Client.attach(daemon.run_dir) as writer, Client.attach(daemon.run_dir) as reader:
+    with attach(daemon) as writer, attach(daemon) as reader:
         ns, other, chain = register(writer), register(reader), hashes(2)
         reservation = writer.reserve(ns, chain)
-        pending = reader.begin_lookup(other, chain, wait_s=20)
+        pending = reader.begin_lookup(other, chain, wait_s=30)
         time.sleep(0.1)
         assert pending.poll() is None
         for i in range(2):
             assert reservation.write(i, content(i, SIZE))
         reservation.commit()
-        found = pending.wait(20)
+        found = pending.wait(60)
         assert found.ready == 2
         assert reader.retrieve(found, np.zeros((2, SIZE), np.uint8)) == [True, True]
-        parked = reader.begin_lookup(other, hashes(3), wait_s=20)
+        parked = reader.begin_lookup(other, hashes(3), wait_s=30)
         parked.cancel()
         eventually(lambda: held(writer) == (0, 0))
 
@@ -115,7 +122,7 @@ sys.stdin.read()
 
 def test_a_killed_client_leaves_no_reference_and_no_reservation(daemon: Daemon) -> None:
     root = Path(__file__).parents[2]
-    with Client.attach(daemon.run_dir) as kv:
+    with attach(daemon) as kv:
         ns, chain = register(kv), hashes(8)
         kv.store(ns, hashes(4), [content(i, SIZE) for i in range(4)])
         for _ in range(3):
@@ -138,7 +145,7 @@ def test_kills_under_load_give_no_error_and_no_wrong_byte(make_daemon: Callable[
     daemon = make_daemon(l1_mib=16)  # less than is stored: eviction goes on all the time
     stop, hits = threading.Event(), [0]
     wrong: list[object] = []
-    with Client.attach(daemon.run_dir) as kv:
+    with attach(daemon) as kv:
         ns = register(kv)
 
         def work(number: int) -> None:
@@ -164,9 +171,10 @@ def test_kills_under_load_give_no_error_and_no_wrong_byte(make_daemon: Callable[
             time.sleep(0.3)
             daemon.restart()
             at_epoch(kv, epoch)
+        eventually(lambda: hits[0] > 0)
         stop.set()
         for thread in threads:
-            thread.join(30)
+            thread.join(60)
         assert wrong == []
         assert hits[0] > 0
         eventually(lambda: held(kv) == (0, 0))

@@ -86,7 +86,7 @@ def test_the_end_of_the_daemon_is_noticed_at_once_and_ends_all_waits(
     time.sleep(0.1)
     fake.stop()
     for thread in threads:
-        thread.join(10)
+        thread.join(30)
         assert not thread.is_alive()
     assert sorted(map(str, answers)) == ["0", "0", "[]"]
 
@@ -246,21 +246,45 @@ def test_a_hung_daemon_costs_one_deadline_and_then_nothing_until_it_answers(
     eventually(lambda: not fake.lookups)
 
 
+def test_a_namespace_of_a_hung_daemon_is_registered_when_it_answers(kv: Client, fake: FakeDaemon) -> None:
+    fake.hang()
+    ns = kv.register({"model": "later"}, shard_bytes=SIZE, deadline_s=0.05)
+    assert ns.id == 0
+    fake.resume()
+    eventually(lambda: ns.id > 0)
+    assert works(kv, ns)
+    assert kv.counters["attaches"] == 1
+
+
+def test_a_refused_request_is_a_miss_and_told_once(
+    kv: Client, ns: Namespace, fake: FakeDaemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    chain = stored(kv, ns)
+    fake.twist = lambda request, reply: m.Error("limit", "too many handles; release some", fake.epoch)
+    for _ in range(3):
+        assert kv.lookup(ns, chain).ready == 0
+        assert kv.begin_lookup(ns, chain).wait().ready == 0
+        assert kv.store(ns, chain, [content(0), content(1)]).failed == 2
+    assert sum("release some" in record.message for record in caplog.records) == 1
+    assert kv.counters["refused"] == 9
+
+
 def test_deadlines_of_a_millisecond_are_kept(kv: Client, ns: Namespace, fake: FakeDaemon) -> None:
     fake.hang()
     begin = time.monotonic()
     assert kv.lookup(ns, hashes(1), deadline_s=0.001).ready == 0
     assert kv.lookup(ns, hashes(1), deadline_s=0.0).ready == 0
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 30
 
 
 def test_late_answers_give_their_handles_back(kv: Client, ns: Namespace, fake: FakeDaemon) -> None:
     chain = stored(kv, ns)
     fake.hold()
     assert kv.lookup(ns, chain, deadline_s=0.05).ready == 0
+    eventually(lambda: fake.count(m.Ping) > 0)  # its answer is held too
     kv._session.attachment.hung = False  # type: ignore[union-attr]
     assert kv.reserve(ns, hashes(1, salt=4), deadline_s=0.05).granted == []
-    assert len(fake.lookups) == len(fake.stores) == 1
+    eventually(lambda: len(fake.lookups) == len(fake.stores) == 1)
     fake.let_go()
     eventually(lambda: not fake.lookups and not fake.stores)
     assert kv.counters["given_back"] >= 2
@@ -275,6 +299,7 @@ def test_late_answers_of_a_thread_that_has_ended_are_given_back_too(
     thread = threading.Thread(target=lambda: kv.lookup(ns, chain, deadline_s=0.05))
     thread.start()
     thread.join()
+    eventually(lambda: fake.lookups)
     fake.let_go()
     eventually(lambda: not fake.lookups)
 
@@ -295,9 +320,9 @@ def test_a_pending_lookup_answers_after_its_deadline_without_being_waited_for(
 
 def test_a_commit_without_an_answer_is_not_reported_as_stored(kv: Client, ns: Namespace, fake: FakeDaemon) -> None:
     fake.twist = lambda request, reply: None if isinstance(request, m.Commit) else reply
-    result = kv.store(ns, hashes(1), [content(0)], deadline_s=0.1)
-    assert result.outcome == [Stored.LOST]
-    assert fake.stores == {}
+    result = kv.store(ns, hashes(1), [content(0)], deadline_s=0.5)
+    assert result.outcome in ([Stored.LOST], [Stored.UNAVAILABLE])
+    eventually(lambda: not fake.stores)
 
 
 def test_closing_while_the_daemon_hangs_does_not_wait_for_it(fake: FakeDaemon) -> None:
@@ -305,7 +330,7 @@ def test_closing_while_the_daemon_hangs_does_not_wait_for_it(fake: FakeDaemon) -
     fake.hang()
     begin = time.monotonic()
     kv.close()
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 30
     fake.resume()
     eventually(lambda: not fake.leases)
 
@@ -334,7 +359,7 @@ def test_an_idle_client_sends_nothing_and_is_kept(kv: Client, ns: Namespace, fak
 # ---- the daemon lies -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("garbage", [b"", b"\xc1", b"hello", b"\x91\xa3xyz", os.urandom(100), b"\x91" * 200])
+@pytest.mark.parametrize("garbage", [b"", b"\xc1", b"hello", b"\x91\xa3xyz", bytes(range(100, 200)), b"\x91" * 200])
 def test_garbage_instead_of_a_reply_is_a_miss(kv: Client, ns: Namespace, fake: FakeDaemon, garbage: bytes) -> None:
     chain = stored(kv, ns)
     fake.twist = lambda request, reply: garbage
@@ -470,10 +495,10 @@ def test_restarts_under_load_never_give_wrong_bytes_or_errors(fake: FakeDaemon) 
         for _ in range(15):
             time.sleep(0.04)
             fake.restart()
-        eventually(lambda: kv.attached)
+        eventually(lambda: hits[0] > 0 and kv.attached)
         stop.set()
         for thread in threads:
-            thread.join(20)
+            thread.join(60)
         assert wrong == []
         assert hits[0] > 0
         assert works(kv, ns)
