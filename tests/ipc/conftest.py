@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -56,7 +57,7 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
         Client.open_read,
         Reservation.commit,
     ):
-        defaults: dict[str, object] = function.__kwdefaults__
+        defaults: Any = function.__kwdefaults__
         monkeypatch.setitem(defaults, "deadline_s", PATIENCE_S)
     monkeypatch.setattr(PendingLookup.wait, "__defaults__", (PATIENCE_S,))
     monkeypatch.setattr(client_lookup, "RELEASE_DEADLINE_S", PATIENCE_S)
