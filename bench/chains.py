@@ -15,6 +15,8 @@ from kvkeep.ipc.messages import HASH_BYTES
 
 CHUNK_TOKENS = 256
 SMALL_SHARD = 4096
+SPARE_ENTRIES = 8192
+FILLED = 0.94  # of the bytes; the daemon evicts from 0.95 on
 FILL_CHAIN = 512  # chunks: 131,072 tokens
 
 Bytes = npt.NDArray[np.uint8]
@@ -25,9 +27,8 @@ def manifest(what: str) -> dict[str, object]:
 
 
 def arena_for(entries: int) -> tuple[int, str]:
-    """(bytes, flag): an arena for so many small chunks and some room beside them."""
-    room = entries + 8192
-    return room * SMALL_SHARD + SPARE_BYTES, f"--l1-entries={room}"
+    """(bytes, flag): an arena for so many small chunks and some room beside them, below the eviction watermark."""
+    return int(entries * SMALL_SHARD / FILLED) + SPARE_BYTES, f"--l1-entries={entries + SPARE_ENTRIES}"
 
 
 def content(chain: bytes, shard_bytes: int = SMALL_SHARD) -> Bytes:

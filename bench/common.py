@@ -35,6 +35,7 @@ from kvkeep.ipc.errors import AttachRefused, Unavailable
 START_S = 30.0
 STOP_S = 10.0
 SPARE_BYTES = 64 << 20
+RESERVE_BYTES = 512 << 20  # memory that is not ours to take
 DEFAULT_SEED = 20261130
 _counter = itertools.count()
 
@@ -269,7 +270,7 @@ def require_memory(need: int) -> str:
     free = there.f_bavail * there.f_frsize
     with open("/proc/meminfo", encoding="ascii") as file:
         available = next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable"))
-    have = min(free, available - (1 << 30))
+    have = min(free, available - RESERVE_BYTES)
     return (
         ""
         if have >= need

@@ -23,8 +23,9 @@ from contextlib import contextmanager
 import numpy as np
 
 from kvkeep.bench.chains import SMALL_SHARD, arena_for, fill, manifest
-from kvkeep.bench.common import Daemon, Report, arguments, percentiles, require_memory, run
+from kvkeep.bench.common import BenchError, Daemon, Report, arguments, percentiles, require_memory, run
 from kvkeep.bench.restart import bare_python, cold_start
+from kvkeep.ipc.client import Client
 from kvkeep.shm.layout import ENTRY_BYTES
 
 ENTRIES = (100_000, 1_000_000)
@@ -56,51 +57,64 @@ def measure(args: argparse.Namespace) -> None:
 
 def _at_rest(report: Report, args: argparse.Namespace) -> None:
     populations = (500, 1000) if args.quick else ENTRIES
-    most = populations[-1]
-    size, flag = arena_for(most)
-    if problem := require_memory(size):
-        for name, unit in (("rss_mb", "MB"), ("bytes_per_entry", "B"), ("idle_cpu_percent", "%")):
-            report.missing(name, unit, problem)
-        return
-    with Daemon(size, flag) as daemon, _sleeping_python() as bare:
-        daemon.start()
-        with daemon.attach() as client:
-            memory = _private_memory(daemon.pid)
-            report.case(
-                "rss_mb",
-                sum(memory) / 1e6,
-                "MB",
-                reference=sum(_private_memory(bare)) / 1e6,
-                reference_name=BARE,
-                bar="value <= 60",
-                anonymous_mb=memory[0] / 1e6,
-                file_mb=memory[1] / 1e6,
-                torch_loaded=_maps_name(daemon.pid, "torch"),
-            )
-            daemon.wait_reserved(client)
-            namespace = client.register(manifest("footprint"), shard_bytes=SMALL_SHARD)
-            rng = np.random.default_rng(args.seed)
-            time.sleep(0.5)
-            start = _private_memory(daemon.pid)[0]
-            per_entry, there = {}, 0
-            for entries in populations:
-                report.note(f"filling {entries} entries")
-                fill(client, namespace, entries - there, rng)
-                there = entries
-                time.sleep(0.5)
-                per_entry[entries] = (_private_memory(daemon.pid)[0] - start) / entries
-            report.case(
-                "bytes_per_entry",
-                per_entry[most],
-                "B",
-                reference=float(ENTRY_BYTES),
-                reference_name="its record in the shared table",
-                bar="value <= 300",
-                entries=most,
-                **{f"with_{entries}": value for entries, value in per_entry.items()},
-            )
-            if report.wanted(args, "idle_cpu_percent"):
-                _idle(report, daemon, bare, most, 0.5 if args.quick else IDLE_S)
+    per_entry: dict[str, float] = {}
+    for entries in populations:
+        last = entries == populations[-1]
+        size, flag = arena_for(entries)
+        if problem := require_memory(size):
+            for name, unit in (("rss_mb", "MB"), ("bytes_per_entry", "B"), ("idle_cpu_percent", "%")):
+                report.missing(name, unit, problem)
+            return
+        with Daemon(size, flag) as daemon, _sleeping_python() as bare:
+            daemon.start()
+            with daemon.attach() as client:
+                if last:
+                    _resident(report, daemon, bare)
+                per_entry[f"with_{entries}"] = _growth(report, daemon, client, entries, args.seed)
+                if not last:
+                    continue
+                report.case(
+                    "bytes_per_entry",
+                    per_entry[f"with_{entries}"],
+                    "B",
+                    reference=float(ENTRY_BYTES),
+                    reference_name="its record in the shared table",
+                    bar="value <= 300",
+                    entries=entries,
+                    **per_entry,
+                )
+                if report.wanted(args, "idle_cpu_percent"):
+                    _idle(report, daemon, bare, entries, 0.5 if args.quick else IDLE_S)
+
+
+def _resident(report: Report, daemon: Daemon, bare: int) -> None:
+    memory = _private_memory(daemon.pid)
+    report.case(
+        "rss_mb",
+        sum(memory) / 1e6,
+        "MB",
+        reference=sum(_private_memory(bare)) / 1e6,
+        reference_name=BARE,
+        bar="value <= 60",
+        anonymous_mb=memory[0] / 1e6,
+        file_mb=memory[1] / 1e6,
+        torch_loaded=_maps_name(daemon.pid, "torch"),
+    )
+
+
+def _growth(report: Report, daemon: Daemon, client: Client, entries: int, seed: int) -> float:
+    """Bytes of private memory per entry that filling an arena of this capacity adds."""
+    report.note(f"filling {entries} entries")
+    daemon.wait_reserved(client)
+    namespace = client.register(manifest("footprint"), shard_bytes=SMALL_SHARD)
+    time.sleep(SETTLE_S / 4)
+    start = _private_memory(daemon.pid)[0]
+    fill(client, namespace, entries, np.random.default_rng(seed))
+    time.sleep(SETTLE_S / 4)
+    there = int(client.stats()["l1"]["entries"])
+    if there != entries:
+        raise BenchError(f"{there} entries are in the arena, {entries} were stored")
+    return (_private_memory(daemon.pid)[0] - start) / entries
 
 
 def _idle(report: Report, daemon: Daemon, bare: int, entries: int, seconds: float) -> None:
