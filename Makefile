@@ -16,7 +16,7 @@ ARGS      ?=
 SOURCES := pyproject.toml $(shell find shm ipc daemon bench $(wildcard l2) -name '*.py' -o -name '*.html' -o -name py.typed)
 PIP     := -m pip install --quiet --disable-pip-version-check --no-input
 PYTEST  := -m pytest -m "not soak"
-TYPED   := -p kvkeep.shm -p kvkeep.ipc -p kvkeep.daemon -p kvkeep.bench
+TYPED   := -p kvkeep.shm -p kvkeep.l2 -p kvkeep.ipc -p kvkeep.daemon -p kvkeep.bench
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:

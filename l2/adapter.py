@@ -1,0 +1,107 @@
+"""What an L2 adapter is: a small class that keeps shards of chunks on one medium.
+
+An adapter lives in a mover process and is called from several of its threads at once, so it is thread-safe.  Calls
+block and work on batches; payloads are views of the arena, and go to and from the medium without a copy where it allows.
+Deadlines, retries, back-pressure and the circuit breaker are the mover's; an adapter reports what happened, one Result
+per item, and never raises for what the medium did.
+
+    open ──► lookup | store | load | delete | list | usage  (any order, any thread) ──► close
+
+`open` proves with a real write and read that the medium works the way it will be used, or raises AdapterError with one
+sentence.  An object is visible to `lookup` and `load` only after its `store` said OK.  An object that does not verify
+is a miss, is removed, and is counted.
+"""
+
+from __future__ import annotations
+
+import abc
+import enum
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Key(NamedTuple):
+    """One rank's part of one chunk, under one identity."""
+
+    namespace: bytes  # 32-byte digest of the identity manifest and geometry
+    chunk: bytes  # 32-byte chained content hash
+    shard: int
+    shards: int
+
+
+class Outcome(enum.IntEnum):
+    OK = 0
+    MISS = 1
+    CORRUPT = 2  # was there, did not verify, is gone now
+    NO_SPACE = 3  # the medium or the configured capacity is full, also after eviction
+    IO_ERROR = 4  # see errno
+    TOO_LARGE = 5  # can never fit
+    BUSY = 6  # somebody else is storing this key just now
+    UNAVAILABLE = 7  # the medium does not answer; nothing is known about the object
+
+
+class Result(NamedTuple):
+    outcome: Outcome
+    errno: int = 0
+    detail: str = ""  # one sentence for the log
+
+
+OK = Result(Outcome.OK)
+MISS = Result(Outcome.MISS)
+
+
+class Usage(NamedTuple):
+    bytes_used: int  # on the medium, headers and rounding included
+    bytes_limit: int
+    objects: int
+
+
+class Listing(NamedTuple):
+    objects: list[tuple[Key, int]]  # with payload bytes at rest
+    cursor: bytes  # give it back for the next page; b"" = that was the last
+
+
+class AdapterError(Exception):
+    """The medium cannot be used as configured; the text is for the operator: what, which limit, what to change."""
+
+
+class Adapter(abc.ABC):
+    """See the module."""
+
+    type_name: str
+    counters: Counter[str]
+
+    @abc.abstractmethod
+    def open(self) -> None:
+        """Make ready and prove it.  Raises AdapterError."""
+
+    @abc.abstractmethod
+    def lookup(self, keys: Sequence[Key]) -> list[bool]:
+        """Present or not, per key.  What cannot be found out is not present."""
+
+    @abc.abstractmethod
+    def store(self, items: Sequence[tuple[Key, memoryview, int]]) -> list[Result]:
+        """Keep (key, payload, xxh3_64 of the payload or 0).  Storing a key that is there is OK and writes nothing."""
+
+    @abc.abstractmethod
+    def load(self, items: Sequence[tuple[Key, memoryview]]) -> list[Result]:
+        """Fill the views, each exactly of the payload's length.  OK means: the exact bytes that were stored.
+
+        After any other outcome the view's content is undefined."""
+
+    @abc.abstractmethod
+    def delete(self, keys: Sequence[Key]) -> int:
+        """How many were there."""
+
+    @abc.abstractmethod
+    def list(self, cursor: bytes, limit: int) -> Listing:
+        """A page of what is there; concurrent changes may or may not be seen."""
+
+    @abc.abstractmethod
+    def usage(self) -> Usage:
+        """The truth on the medium, also right after a restart."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Flush and let go.  What was acknowledged is kept."""
