@@ -13,6 +13,7 @@ Ownership of references and reservations is the caller's (see daemon/sessions.py
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, deque
 from typing import NamedTuple
 
@@ -220,12 +221,12 @@ class Arena:
         self._doomed[made] = False
         self.entries_of[namespace.id] += len(made)
         self.bytes_reserved += extent * len(made)
-        breaks = np.flatnonzero(np.diff(wanted) != 1) + 1
-        for run, at in zip(np.split(made, breaks), np.split(wanted, breaks), strict=True):
-            position = start + int(at[0])
+        breaks = np.flatnonzero(wanted[1:] - wanted[:-1] != 1) + 1
+        for first, end in itertools.pairwise((0, *breaks.tolist(), len(made))):
+            position = start + int(wanted[first])
             head = int(entries[position - 1]) if position else -1
             waits = head >= 0 and self.table.state[head] == State.RESERVED
-            self.heads.hang_run(run, head if waits else -1)
+            self.heads.hang_run(made[first:end], head if waits else -1)
         return made
 
     def commit(self, granted: I64, shard: int, good: npt.NDArray[np.bool_], checksums: U64 | None) -> U8:
@@ -427,8 +428,11 @@ class Arena:
         namespaces = table.namespace[entries].astype(np.uint64)
         offsets = table.offset[entries].astype(np.int64)
         self.index.remove(table.keys[entries], namespaces, entries)
-        for namespace, count in zip(*np.unique(namespaces, return_counts=True), strict=True):
-            self.entries_of[int(namespace)] -= int(count)
+        if (namespaces == namespaces[0]).all():  # np.unique costs as much as the rest of this
+            self.entries_of[int(namespaces[0])] -= len(entries)
+        else:
+            for namespace, count in zip(*np.unique(namespaces, return_counts=True), strict=True):
+                self.entries_of[int(namespace)] -= int(count)
         if quarantine:
             self.quarantine(offsets, int(table.extent_bytes[entries].sum()))
         else:
