@@ -27,8 +27,11 @@ def manifest(what: str) -> dict[str, object]:
 
 
 def arena_for(entries: int) -> tuple[int, str]:
-    """(bytes, flag): an arena for so many small chunks and some room beside them, below the eviction watermark."""
-    return int(entries * SMALL_SHARD / FILLED) + SPARE_BYTES, f"--l1-entries={entries + SPARE_ENTRIES}"
+    """(bytes, flag): an arena for so many small chunks and some room beside them, below the eviction watermark.
+
+    It is bytes that run out first, as with chunks of an ordinary size."""
+    size = int(entries * SMALL_SHARD / FILLED) + SPARE_BYTES
+    return size, f"--l1-entries={size // SMALL_SHARD + SPARE_ENTRIES}"
 
 
 def content(chain: bytes, shard_bytes: int = SMALL_SHARD) -> Bytes:
