@@ -226,6 +226,8 @@ class Host:
         return self.report() | {"requests": len(core.scheduler.requests)}
 
     def quit(self) -> str:
+        if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1":
+            self.llm.llm_engine.engine_core.shutdown()
         return "bye"
 
 
