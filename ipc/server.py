@@ -150,5 +150,6 @@ class RpcServer:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path + CLOSED)
         self.socket.disable_monitor()
+        self.monitor.close(0)  # or the term below would wait for it
         self.socket.close(0)
         self._context.term()
