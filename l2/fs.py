@@ -36,12 +36,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from kvkeep.l2.adapter import MISS, OK, Adapter, AdapterError, Key, Listing, Outcome, Result, Usage
-from kvkeep.l2.fs_index import CapacityIndex, Found, Victim
+from kvkeep.l2.fs_index import NAME_BYTES, CapacityIndex, Found, Victim
 from kvkeep.l2.fs_io import PAGE, FileIO, file_bytes
 from kvkeep.l2.fs_objects import GONE, NOT_OURS, ObjectFiles
-from kvkeep.l2.fs_root import FOLDERS, NAME_BYTES, Root
+from kvkeep.l2.fs_root import FOLDERS, Root
 from kvkeep.l2.options import Options
-from kvkeep.shm.recency import POLICIES
+from kvkeep.shm.policies import POLICIES
 
 FREE_SHARE = 0.8  # of what is free or ours, when no capacity is given
 RESCAN_S = 10.0  # shared mode; longer if a scan takes long
@@ -191,15 +191,23 @@ class FsAdapter(Adapter):
         return self._each(lambda at: self._lookup(keys[at]), len(keys), False, spread=False)
 
     def store(self, items: Sequence[tuple[Key, memoryview, int]]) -> builtins.list[Result]:
-        stamps = self._index.stamps(len(items))
-        results = self._each(lambda at: self._store(*items[at], stamps[at]), len(items), _CLOSED)
+        times = self._index.times(len(items))
+        results = self._each(lambda at: self._store(*items[at], times[at]), len(items), _CLOSED)
+        self._used([item[0] for item in items], times, results, read=False)
         if self._index.used > self._watermark * self._index.limit:
             self._wake.set()
         return results
 
     def load(self, items: Sequence[tuple[Key, memoryview]]) -> builtins.list[Result]:
-        stamps = self._index.stamps(len(items))
-        return self._each(lambda at: self._load(*items[at], stamps[at]), len(items), _CLOSED)
+        times = self._index.times(len(items))
+        results = self._each(lambda at: self._load(*items[at], times[at]), len(items), _CLOSED)
+        self._used([item[0] for item in items], times, results, read=True)
+        return results
+
+    def _used(self, keys: Sequence[Key], times: range, results: Sequence[Result], read: bool) -> None:
+        """The whole batch at once: however its items were spread, the order is that of the chain."""
+        good = [at for at, result in enumerate(results) if result.outcome == Outcome.OK]
+        self._index.touch([self._place(keys[at])[1] for at in good], [times[at] for at in good], read=read)
 
     def delete(self, keys: Sequence[Key]) -> int:
         keys = list(dict.fromkeys(keys))
@@ -272,14 +280,14 @@ class FsAdapter(Adapter):
         if self._index.forget(name):
             self._count("vanished")
 
-    def _load(self, key: Key, into: memoryview, stamp: int) -> Result:
+    def _load(self, key: Key, into: memoryview, used_ns: int) -> Result:
         root, name = self._place(key)
         known = self._index.begin_read(name)
         if not known and not self._shared:
             self._count("missed")
             return MISS
         try:
-            seen = self._files.read(root, name, key, into, stamp)
+            seen = self._files.read(root, name, key, into, used_ns)
             if not seen.valid:
                 self._count("corrupt")
                 log.warning("fs: %s in %s did not verify and is removed", name.hex(), root.path)
@@ -289,7 +297,6 @@ class FsAdapter(Adapter):
                 self._count("wrong_length")
                 return Result(Outcome.MISS, detail=f"{seen.length} bytes are stored, {len(into)} were asked for")
             self._index.resize(name, seen.size)
-            self._index.touch(name, stamp)
             self._count("loaded")
             return OK
         except OSError as error:
@@ -308,7 +315,7 @@ class FsAdapter(Adapter):
 
     # ---- store -------------------------------------------------------------------------------------------------------
 
-    def _store(self, key: Key, payload: memoryview, checksum: int, stamp: int) -> Result:
+    def _store(self, key: Key, payload: memoryview, checksum: int, used_ns: int) -> Result:
         root, name = self._place(key)
         size = file_bytes(len(payload))
         if size > self._index.limit:
@@ -321,25 +328,25 @@ class FsAdapter(Adapter):
             return Result(Outcome.IO_ERROR, errno.EINVAL, "an object without payload")
         mine = False
         try:
-            if self._present(root, name, stamp):
+            if self._present(root, name, used_ns):
                 return OK
             mine = self._index.begin_store(name)
             if not mine:
                 self._count("busy")
                 return Result(Outcome.BUSY)
-            if self._present(root, name, stamp):  # somebody else has just finished
+            if self._present(root, name, used_ns):  # somebody else has just finished
                 return OK
             if not self._reserve(name, min(size + _METADATA, self._index.limit)):
                 self._count("no_space")
                 return Result(Outcome.NO_SPACE, detail="the limit is reached and nothing can be evicted")
             try:
-                size = self._files.write(root, name, key, payload, checksum, stamp)
+                size = self._files.write(root, name, key, payload, checksum, used_ns)
             except OSError as error:
                 if error.errno not in _FULL or not self._evict(2 * size, root):
                     raise
                 self._count("evicted_for_full_disk")
-                size = self._files.write(root, name, key, payload, checksum, stamp)
-            self._index.publish(name, root.number, size, stamp)
+                size = self._files.write(root, name, key, payload, checksum, used_ns)
+            self._index.publish(name, root.number, size, used_ns)
             self._count("stored")
             return OK
         except OSError as error:
@@ -348,17 +355,16 @@ class FsAdapter(Adapter):
             if mine:
                 self._index.end_store(name)
 
-    def _present(self, root: Root, name: bytes, stamp: int) -> bool:
+    def _present(self, root: Root, name: bytes, used_ns: int) -> bool:
         if name not in self._index:
             return False
         try:
-            root.set_recency(name, stamp)
+            root.set_used(name, used_ns)
         except OSError as error:
             if error.errno not in GONE:
                 raise
             self._vanished(name)
             return False
-        self._index.touch(name, stamp)
         self._count("present")
         return True
 
@@ -444,7 +450,7 @@ class FsAdapter(Adapter):
 
     def rescan(self) -> None:
         """Make the index say what is in the directories now.  Names stored since it began are left alone."""
-        began = self._index.stamps(1)[0]
+        began = self._index.times(1)[0]
         self._index.begin_scan()
         found = self._scan()
         there = {file.name for file in found}

@@ -1,7 +1,7 @@
 """Whole objects to and from files of a root.  No accounting here; `fs` does that around it.
 
-    write:  draft ─► header + payload ─► recency as mtime ─► fsync ─► name
-    read:   open ─► header page + payload ─► header, key, length, checksum ─► recency as mtime
+    write:  draft ─► header + payload ─► time of use as mtime ─► fsync ─► name
+    read:   open ─► header page + payload ─► header, key, length, checksum ─► time of use as mtime
 
 If the medium refuses O_DIRECT in the middle of use, as some do after having accepted it at open, the root does without
 from then on, and the call at hand is repeated.
@@ -46,23 +46,23 @@ class ObjectFiles:
         self._count = count
         self._lock = threading.Lock()
 
-    def write(self, root: Root, name: bytes, key: Key, payload: memoryview, checksum: int, stamp: int) -> int:
+    def write(self, root: Root, name: bytes, key: Key, payload: memoryview, checksum: int, used_ns: int) -> int:
         """Bytes on the medium."""
         header = pack(Header(key, len(payload), len(payload), checksum or payload_checksum(payload)))
         direct = root.direct and aligned(payload)
         try:
-            return self._write(root, name, key, header, payload, stamp, direct)
+            return self._write(root, name, key, header, payload, used_ns, direct)
         except OSError as error:
             self._without_direct(root, error, direct)
-            return self._write(root, name, key, header, payload, stamp, False)
+            return self._write(root, name, key, header, payload, used_ns, False)
 
     def _write(
-        self, root: Root, name: bytes, key: Key, header: bytes, payload: memoryview, stamp: int, direct: bool
+        self, root: Root, name: bytes, key: Key, header: bytes, payload: memoryview, used_ns: int, direct: bool
     ) -> int:
         draft = root.create(name, direct)
         try:
             write_record(self._io, draft.fd, header, payload)
-            os.utime(draft.fd, ns=(stamp, stamp))
+            os.utime(draft.fd, ns=(used_ns, used_ns))
             if self._fsync != "none":
                 self._io.sync_data(draft.fd)
             size = os.fstat(draft.fd).st_blocks * 512
@@ -103,15 +103,15 @@ class ObjectFiles:
             pass
         return 0
 
-    def read(self, root: Root, name: bytes, key: Key, into: memoryview, stamp: int) -> Seen:
+    def read(self, root: Root, name: bytes, key: Key, into: memoryview, used_ns: int) -> Seen:
         direct = root.direct and aligned(into)
         try:
-            return self._read(root, name, key, into, stamp, direct)
+            return self._read(root, name, key, into, used_ns, direct)
         except OSError as error:
             self._without_direct(root, error, direct)
-            return self._read(root, name, key, into, stamp, False)
+            return self._read(root, name, key, into, used_ns, False)
 
-    def _read(self, root: Root, name: bytes, key: Key, into: memoryview, stamp: int, direct: bool) -> Seen:
+    def _read(self, root: Root, name: bytes, key: Key, into: memoryview, used_ns: int, direct: bool) -> Seen:
         fd = root.open(name, direct)
         try:
             about = os.fstat(fd)
@@ -128,7 +128,7 @@ class ObjectFiles:
             if payload_checksum(into) != header.checksum:
                 return Seen(False, 0, size, inode)
             try:
-                os.utime(fd, ns=(stamp, stamp))
+                os.utime(fd, ns=(used_ns, used_ns))
             except OSError:
                 self._count("recency_not_kept")
             return Seen(True, len(into), size, inode)

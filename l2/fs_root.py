@@ -29,10 +29,9 @@ from collections.abc import Callable, Iterator
 import xxhash
 
 from kvkeep.l2.adapter import AdapterError, Key
-from kvkeep.l2.fs_index import Found
+from kvkeep.l2.fs_index import NAME_BYTES, Found
 from kvkeep.l2.fs_io import PAGE, FileIO
 
-NAME_BYTES = 20
 FOLDERS = [f"{number:02x}" for number in range(256)]
 _MARK = "KVKEEP-FS"
 _MARK_MAGIC = b"KVKEEPF1"
@@ -208,9 +207,9 @@ class Root:
     def unlink(self, name: bytes) -> None:
         self._io.unlink(_path(name), dir_fd=self.fd)
 
-    def set_recency(self, name: bytes, recency: int) -> None:
+    def set_used(self, name: bytes, used_ns: int) -> None:
         """Raises FileNotFoundError if it vanished."""
-        os.utime(_path(name), ns=(recency, recency), dir_fd=self.fd, follow_symlinks=False)
+        os.utime(_path(name), ns=(used_ns, used_ns), dir_fd=self.fd, follow_symlinks=False)
 
     def sync_folder(self, name: bytes) -> None:
         fd = os.open(FOLDERS[name[0]], _DIRECTORY, dir_fd=self.fd)
