@@ -14,16 +14,13 @@ import logging
 import os
 import stat
 import threading
-from collections.abc import Callable
 from typing import NamedTuple
 
 from kvkeep.l2.adapter import Key
 from kvkeep.l2.fs_io import FileIO, aligned, file_bytes, read_record, write_record
 from kvkeep.l2.fs_root import Root
+from kvkeep.l2.fs_tally import GONE, NOT_OURS, Tally
 from kvkeep.l2.record import HEADER_BYTES, Header, pack, payload_checksum, unpack
-
-GONE = (errno.ENOENT, errno.ESTALE)
-NOT_OURS = (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV)  # a link, a fifo, a directory under one of our names
 
 log = logging.getLogger("kvkeep.l2.fs")
 
@@ -34,16 +31,16 @@ class Seen(NamedTuple):
     valid: bool
     length: int  # of the payload, if valid
     size: int  # on the medium
-    inode: int
+    identity: tuple[int, int]  # inode, mtime
 
 
 class ObjectFiles:
     """See the module.  Everything raises OSError."""
 
-    def __init__(self, io: FileIO, fsync: str, count: Callable[[str], None]) -> None:
+    def __init__(self, io: FileIO, fsync: str, tally: Tally) -> None:
         self._io = io
         self._fsync = fsync
-        self._count = count
+        self._count = tally.count
         self._lock = threading.Lock()
 
     def write(self, root: Root, name: bytes, key: Key, payload: memoryview, checksum: int, used_ns: int) -> int:
@@ -117,21 +114,21 @@ class ObjectFiles:
             about = os.fstat(fd)
             if not stat.S_ISREG(about.st_mode):
                 raise OSError(errno.EISDIR, "not a file")
-            size, inode = about.st_blocks * 512, about.st_ino
+            size, identity = about.st_blocks * 512, (about.st_ino, about.st_mtime_ns)
             asked = about.st_size == file_bytes(len(into))
             page = read_record(self._io, fd, into if asked else into[:0])
             header = None if page is None else unpack(page)
             if header is None or header.key != key or file_bytes(header.stored_bytes) != about.st_size:
-                return Seen(False, 0, size, inode)
+                return Seen(False, 0, size, identity)
             if header.stored_bytes != len(into):
-                return Seen(True, header.stored_bytes, size, inode)
+                return Seen(True, header.stored_bytes, size, identity)
             if payload_checksum(into) != header.checksum:
-                return Seen(False, 0, size, inode)
+                return Seen(False, 0, size, identity)
             try:
                 os.utime(fd, ns=(used_ns, used_ns))
             except OSError:
                 self._count("recency_not_kept")
-            return Seen(True, len(into), size, inode)
+            return Seen(True, len(into), size, identity)
         finally:
             os.close(fd)
 
