@@ -117,8 +117,7 @@ class Engine:
             log.exception("internal error in %s", type(request).__name__)
             self.broken = f"internal error in {type(request).__name__}: {e}"
             return m.Error(ErrorCode.INTERNAL.value, self.broken[:300], self.epoch)
-        if self.arena.settled:
-            self._wake()
+        self.wake()
         return reply
 
     def _keys(self, hashes: bytes) -> U64:
@@ -401,7 +400,8 @@ class Engine:
         self._waiting.setdefault(entry, {})[waiting] = None
         self.arena.watch.add(entry)
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Look again for those who wait for an entry that was sealed or given up meanwhile."""
         while self.arena.settled:
             settled, self.arena.settled = self.arena.settled, []
             for entry in settled:
@@ -471,8 +471,7 @@ class Engine:
             else:
                 self._drop_lookup(handle)
         session.lookups.clear()
-        if self.arena.settled:
-            self._wake()
+        self.wake()
 
     def held(self) -> tuple[Counter[int], Counter[int]]:
         """(references, shards being written) per entry, by the handles' own account."""
