@@ -117,7 +117,7 @@ def check(adapter: FsAdapter, one: Key) -> None:
 
 @pytest.mark.parametrize("evicting", [False, True])
 def test_a_killed_process_loses_nothing_that_it_acknowledged(tmp_path: Path, seed: int, evicting: bool) -> None:
-    crash_often(tmp_path / "kv", 20, seed, evicting=evicting)
+    crash_often(tmp_path / "kv", 16, seed, evicting=evicting)
 
 
 @pytest.mark.soak
