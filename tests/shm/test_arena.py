@@ -115,6 +115,31 @@ def test_a_chunk_that_some_ranks_never_store_is_given_up_in_time() -> None:
     check(arena)
 
 
+def test_chunks_that_some_ranks_never_store_give_way_under_pressure() -> None:
+    arena = Memory(units=1).arena()
+    ns = namespace(arena, shards=2)
+    for shard_of_one_rank in range(8):
+        grant = arena.reserve(ns, chain(shard_of_one_rank, 1), 0, 0)
+        arena.commit(grant.granted, 0, ALL[:1], None)
+    assert (arena.reserve(ns, chain("a", 2), 0, 0).verdicts == FULL).all(), "their ranks may just be a little late"
+    arena.now += 3
+    grant = arena.reserve(ns, chain("a", 2), 0, 0)
+    assert (grant.verdicts == GRANTED).all()
+    check(arena, writing=Counter(grant.granted.tolist()))
+
+
+def test_a_store_never_gives_up_its_own_head_for_its_tail() -> None:
+    arena = Memory(units=1).arena()
+    ns = namespace(arena, shards=2)
+    head = arena.reserve(ns, chain("a", 8), 0, 0)
+    arena.commit(head.granted, 0, ALL[:8], None)
+    arena.now += 3
+    grant = arena.reserve(ns, chain("a", 10), 8, 0)
+    assert (grant.verdicts == FULL).all()
+    assert arena.bytes_reserved == 8 * ns.extent_bytes
+    check(arena)
+
+
 def test_extents_of_a_dead_writer_rest_before_they_are_used_again() -> None:
     arena = Memory(units=1).arena()
     ns = namespace(arena)
