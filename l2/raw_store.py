@@ -32,6 +32,7 @@ from kvkeep.l2.record import Header, payload_checksum
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _MEDIA_ERRORS = (errno.EIO, errno.EILSEQ, errno.ENODATA)
 _BACKLOG = 65536  # records that wait for a journal that cannot be written; beyond it stores fail at once
+_UNREAD = Result(Outcome.IO_ERROR, errno.EIO, "the batch could not be read")
 _BAD_READS = 2  # media errors of one object in a row after which it is given up
 
 I64 = npt.NDArray[np.int64]
@@ -288,12 +289,15 @@ class Store:
             for i, one in enumerate(loading)
         ]
         wrong: set[int] = set()
-        for i, (one, number) in enumerate(zip(loading, self.room.engine.run(False, transfers), strict=True)):
+
+        def check(i: int, number: int) -> None:
+            """While the device is busy with the others."""
+            one = loading[i]
             if number:
                 results[one.at] = _failure(number)
                 if number in _MEDIA_ERRORS and self._is_bad(one.row):
                     wrong.add(one.row)
-                continue
+                return
             self._bad_reads.pop(one.row, None)
             one.pieces.drain()
             data = headers.view[i * block : (i + 1) * block]
@@ -306,12 +310,16 @@ class Store:
             ):
                 if not self.room.objects.recency[one.row]:  # deleted while we read
                     results[one.at] = MISS
-                    continue
+                    return
                 what = "payload" if header is not None else "header"
                 results[one.at] = Result(Outcome.CORRUPT, detail=f"the {what} did not verify; the object is removed")
                 wrong.add(one.row)
             else:
                 results[one.at] = OK
+
+        for one in loading:
+            results[one.at] = _UNREAD
+        self.room.engine.run(False, transfers, check)
         return wrong
 
     def _is_bad(self, row: int) -> bool:
