@@ -37,6 +37,7 @@ QUARANTINE_S = 1.0  # extents of a dead writer rest this long: a device may stil
 EVICT_STEP = 128  # entries per background step, well under a millisecond
 INCOMPLETE_S = 60.0  # some ranks stored their shard of a chunk, the others never came: given up after this,
 INCOMPLETE_UNDER_PRESSURE_S = 2.0  # ... or after this when a store finds no room otherwise
+HEADS_CLIMB = 65536  # heads that one reservation may look at to keep chains free of circles
 DEMAND_LIMIT = 4096  # entries one reservation may evict from other size classes
 _STATE_WORD = 18  # of a record: state (low half), references (high half)
 _LOW = np.uint64(0xFFFFFFFF)
@@ -223,6 +224,7 @@ class Arena:
         self._doomed[made] = False
         self.entries_of[namespace.id] += len(made)
         self.bytes_reserved += extent * len(made)
+        climb = HEADS_CLIMB
         breaks = np.flatnonzero(wanted[1:] - wanted[:-1] != 1) + 1
         for first, end in itertools.pairwise((0, *breaks.tolist(), len(made))):
             position = start + int(wanted[first])
@@ -233,7 +235,7 @@ class Arena:
             tail = int(entries[after]) if after < len(entries) else -1
             if tail >= 0 and self.table.state[tail] == State.RESERVED and not self._doomed[tail]:
                 # It waited for its other shards while its sealed head was evicted: it waits for the new head now.
-                self.heads.hang(tail, int(made[end - 1]))
+                climb = self.heads.hang(tail, int(made[end - 1]), climb)
         return made
 
     def commit(self, granted: I64, shard: int, good: npt.NDArray[np.bool_], checksums: U64 | None) -> U8:

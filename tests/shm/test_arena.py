@@ -314,3 +314,41 @@ def test_any_mixture_of_operations_keeps_the_books(seed: int) -> None:
     arena.end_quarantine()
     check(arena)
     assert arena.bytes_reserved == 0
+
+
+def test_a_chain_that_puts_a_chunk_behind_two_heads_leaves_it_behind_the_first() -> None:
+    arena = Memory().arena()
+    ns = namespace(arena)
+    head, tail = chain("a", 2)
+    other = chain("b", 1)[0]
+    first = arena.reserve(ns, np.array([head, tail]), 0, 0)
+    second = arena.reserve(ns, np.array([other, tail]), 0, 0)
+    assert second.verdicts.tolist() == [GRANTED, BUSY]
+    arena.commit(first.granted, 0, ~ALL[:2], None)
+    arena.commit(second.granted, 0, ~ALL[:1], None)
+    assert not arena.table.used().size
+    check(arena)
+
+
+def test_chains_that_would_make_chunks_wait_for_each_other_do_not() -> None:
+    arena = Memory().arena()
+    ns = namespace(arena)
+    head, tail = chain("a", 2)
+    between = chain("b", 1)[0]
+    first = arena.reserve(ns, np.array([head, tail]), 0, 0)
+    second = arena.reserve(ns, np.array([tail, between, head]), 0, 0)
+    assert second.verdicts.tolist() == [BUSY, GRANTED, BUSY]
+    assert (arena.commit(second.granted, 0, ALL[:1], None) == WAITING).all()
+    assert (arena.commit(first.granted, 0, ALL[:2], None) == SEALED).all()
+    assert arena.bytes_reserved == 0
+    check(arena)
+
+
+def test_a_long_look_for_a_circle_ends() -> None:
+    heads = Memory().arena().heads
+    run = np.arange(100)
+    heads.hang_run(run, -1)
+    assert heads.hang(200, 99, 10) == 0
+    assert heads.rooted(200)
+    assert heads.hang(200, 99, 1000) == 900
+    assert not heads.rooted(200)
