@@ -198,7 +198,11 @@ class Engine:
             if not self.arena.entries_of[namespace.id] and namespace.id not in wanted:
                 self.arena.remove_namespace(namespace)
                 return int(namespace.id)
-        raise Refusal(ErrorCode.LIMIT, f"all {len(table)} namespaces are in use; clear some with `kvkeep clear`")
+        raise Refusal(
+            ErrorCode.LIMIT,
+            f"all {len(table)} namespaces have chunks or are registered by attached clients; `kvkeep clear` those that "
+            "nobody uses, or stop the clients that register so many",
+        )
 
     def lookup(self, session: Session, request: m.Lookup, identity: bytes, request_id: bytes) -> m.AnyReply:
         namespace = self.namespace_of(session, request.namespace)
