@@ -7,12 +7,14 @@ import contextlib
 import os
 import socket
 import time
+import weakref
 
 import msgspec
 
 from kvkeep.ipc.attach_frames import ARENA_FDS, HEADER, AttachRefused, check_path, frame
 from kvkeep.ipc.messages import MAX_ATTACH_FRAME_BYTES, AttachMessage, Hello, Refused, Welcome, decode_attach
 
+_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()  # of this process, those that still wait included
 MAX_FDS = 8  # room for what a broken peer may send; anything but 0 or 3 is refused
 
 
@@ -22,6 +24,7 @@ def connect(path: str, hello: Hello, deadline_s: float) -> tuple[socket.socket, 
     left open then."""
     until = time.monotonic() + deadline_s
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    _sockets.add(sock)
     fds: list[int] = []
     try:
         _connect(sock, path, until)
@@ -91,3 +94,12 @@ def _wait_for(sock: socket.socket, until: float) -> None:
     if left <= 0:
         raise TimeoutError("the daemon did not answer the attach in time")
     sock.settimeout(left)
+
+
+def _in_fork() -> None:
+    """A child must not keep its parent's lease alive: the daemon would not see the parent die."""
+    for sock in list(_sockets):
+        sock.close()
+
+
+os.register_at_fork(after_in_child=_in_fork)

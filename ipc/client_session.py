@@ -23,7 +23,6 @@ import os
 import random
 import threading
 import time
-import weakref
 
 import zmq
 
@@ -52,7 +51,6 @@ COUNTERS = (
 )  # fmt: skip
 _TRANSIENT = ("limit", "stopping", "internal")
 _OVER = (m.ErrorCode.UNKNOWN_LEASE.value, m.ErrorCode.STALE_EPOCH.value)
-_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
 class Session:
@@ -74,7 +72,6 @@ class Session:
         self._channels: list[Channel] = []
         self._local = threading.local()
         self._thread = threading.Thread(target=self._run, name="kvkeep-client", daemon=True)
-        _sessions.add(self)
 
     def start(self) -> None:
         self._thread.start()
@@ -365,14 +362,3 @@ class Session:
         while not self.closing and (left := until - time.monotonic()) > 0:
             if poller.poll(max(1, int(left * 1000))):
                 clear(self._wake_fd)
-
-
-def _in_fork() -> None:
-    """A child must not keep its parent's lease alive: the daemon would not see the parent die."""
-    for session in list(_sessions):
-        attachment = session.attachment
-        if attachment is not None:
-            attachment.sock.close()
-
-
-os.register_at_fork(after_in_child=_in_fork)

@@ -178,3 +178,34 @@ def test_kills_under_load_give_no_error_and_no_wrong_byte(make_daemon: Callable[
         assert wrong == []
         assert hits[0] > 0
         eventually(lambda: held(kv) == (0, 0))
+
+
+def test_a_child_forked_while_its_parent_attaches_does_not_keep_the_lease(daemon: Daemon) -> None:
+    code = f"""
+import os, sys, time
+from kvkeep.ipc.client import Client
+kv = Client.attach({str(daemon.run_dir)!r}, name="parent", wait=False)
+time.sleep(0.5)  # it waits for the Welcome of a stopped daemon by now
+if os.fork() == 0:
+    sys.stdin.read()
+    os._exit(0)
+print("forked", flush=True)
+time.sleep(600)
+"""
+    with attach(daemon) as kv:
+
+        def names() -> list[str]:
+            return [client["name"] for client in kv.stats()["clients"]]
+
+        os.kill(daemon.pid, signal.SIGSTOP)
+        command = [sys.executable, "-c", code]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+            assert parent.stdout is not None
+            assert parent.stdin is not None
+            assert parent.stdout.readline() == b"forked\n"
+            os.kill(daemon.pid, signal.SIGCONT)
+            eventually(lambda: "parent" in names())
+            parent.kill()
+            parent.wait()
+            eventually(lambda: "parent" not in names())
+            parent.stdin.close()  # the child ends
