@@ -7,6 +7,7 @@ Both locks are flocks, which a kill releases.  What a stop leaves is what a kill
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import gc
 import logging
@@ -57,6 +58,8 @@ def run(config: Config) -> int:
         return EXIT_HOST
     if segments.why:
         log.warning("the arena of an earlier start was dropped: %s", segments.why)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(os.path.join(config.run_dir, "http.url"))  # of an earlier run
     control = Control(config, segments, _version())
     if segments.fully_reserved and not (config.l1_mlock or config.l1_use_hugepages):
         control.memory_is_ready()

@@ -205,6 +205,14 @@ def test_the_web_process_shows_the_same_and_is_restarted_when_killed(daemon):
         time.sleep(0.05)
 
 
+def test_the_page_of_an_earlier_run_is_not_shown_by_a_daemon_that_has_none(daemon):
+    assert daemon.url()
+    daemon.kill()
+    daemon.argv[-1] = "-1"
+    daemon.start()
+    assert "http://" not in daemon.kvkeep("status").stdout
+
+
 def test_doctor_judges_the_arena_of_the_running_daemon(daemon):
     done = daemon.kvkeep("doctor", "--json", "--name", daemon.name)
     found = {finding["check"]: finding for finding in json.loads(done.stdout)}
