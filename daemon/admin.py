@@ -14,16 +14,20 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from kvkeep.daemon import l2
 from kvkeep.daemon.engine import Engine, Refusal
 from kvkeep.daemon.sessions import References, Session
 from kvkeep.ipc import messages as m
 from kvkeep.ipc.messages import ErrorCode
 from kvkeep.shm.layout import State
+
+if TYPE_CHECKING:
+    from kvkeep.daemon.l2 import L2
 
 CLEAR_STEP = 1024  # entries per round
 SCAN_STEP = 65536  # records per round
@@ -36,6 +40,7 @@ COUNTERS = (
     *("stores", "store_chunks", "stores_refused_full", "commits", "commit_bytes"),
     *("entries_evicted", "bytes_evicted", "entries_given_up", "entries_incomplete", "entries_deleted"),
     *("attaches", "detaches", "attach_refused", "requests", "malformed"),
+    *l2.COUNTERS,
 )
 
 
@@ -50,6 +55,7 @@ class Admin:
         self.engine = engine
         self.name, self.version = name, version
         self.started = time.monotonic()
+        self.l2: L2 | None = None
         self.reasons: dict[str, str] = {}  # why health is degraded, by source
         self._admins = {0, os.geteuid(), *admin_uids}
         self._pins: dict[int, Pinned] = {}
@@ -190,6 +196,8 @@ class Admin:
     def integrity_problem(self) -> str:
         """The broken rule, or ""."""
         references, writing = self.engine.held()
+        if self.l2 is not None:
+            self.l2.hold(references, writing)
         generation = self.engine.arena.table.generation
         for pinned in self._pins.values():
             held = pinned.references
@@ -222,6 +230,8 @@ class Admin:
         held = sum(s.references for s in sessions)
         held += sum(len(h.references) for h in engine.lookups.values() if h.owner is None)
         held += sum(len(p.references) for p in self._pins.values())
+        if self.l2 is not None:
+            held += self.l2.references
         if self.inherited_references is not None:
             held += int(self.inherited_references.sum())
         return {
@@ -244,6 +254,7 @@ class Admin:
                 "entries_capacity": arena.table.capacity,
                 "references": held,
                 "lookups_waiting": engine.waiting,
+                **(self.l2.prefetch.numbers() if self.l2 is not None else {}),
             },
             "clients": [
                 {
@@ -260,7 +271,7 @@ class Admin:
             ],
             "clients_total": len(sessions),
             "namespaces": [self._describe(ns) for ns in arena.namespaces],
-            "l2": [],
+            "l2": self.l2.rows() if self.l2 is not None else [],
             "counters": dict.fromkeys(COUNTERS, 0) | dict(engine.counters),
         }
 

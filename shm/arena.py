@@ -90,6 +90,7 @@ class Arena:
         self.reserving = True  # memory is still being made ready: wait for it rather than evict
         self.bytes_total = slabs.units * slabs.slab_bytes
         self._policy = POLICIES[policy]
+        self.evicts = self._policy.evicts
         self._watermark, self._ratio = watermark, ratio
         self._draining_to: int | None = None  # bytes; a watermark eviction is under way
         self._orders: dict[int, LruOrder] = {}
@@ -135,11 +136,12 @@ class Arena:
         if self._any_passing:
             self._let_pass(entries[self._passing[entries]])
 
-    def pass_on(self, entries: I64) -> None:
-        """These sealed entries leave L1 with their last reference, at once if they have none."""
+    def pass_on(self, entries: I64, *, at_once: bool) -> None:
+        """These sealed entries leave L1 with their last reference; ``at_once`` also if they have none now."""
         self._passing[entries] = True
         self._any_passing = True
-        self._let_pass(entries)
+        if at_once:
+            self._let_pass(entries)
 
     def _let_pass(self, entries: I64) -> None:
         entries = entries[self._evictable(entries)]

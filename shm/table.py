@@ -57,6 +57,11 @@ class EntryTable:
     def used_count(self) -> int:
         return self._fresh - self._returned
 
+    @property
+    def ever_used(self) -> int:
+        """No record from this one on is in use."""
+        return self._fresh
+
     # ---- transitions -------------------------------------------------------------------------------------------------
 
     def reserve(
