@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -163,7 +164,7 @@ class Admin:
         if arena.namespaces.get(request.namespace) is None:
             raise Refusal(ErrorCode.UNKNOWN_NAMESPACE, f"namespace {request.namespace} does not exist; see `kvkeep ls`")
         limit = min(max(1, request.limit), MAX_PAGE)
-        cursor = max(0, request.cursor)
+        cursor = min(max(0, request.cursor), arena.table.capacity)
         part = slice(cursor, cursor + SCAN_STEP)
         mine = (arena.table.state[part] != State.FREE) & (arena.table.namespace[part] == request.namespace)
         at = cursor + np.flatnonzero(mine)
@@ -289,6 +290,6 @@ class Admin:
 
 def _readable(manifest: bytes) -> Any:
     try:
-        return json.loads(manifest)
-    except ValueError:
+        return msgspec.json.decode(manifest)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return {"unreadable": manifest[:64].hex()}

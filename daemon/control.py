@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import secrets
+import select
 import time
 from collections.abc import Callable
 
@@ -26,6 +27,7 @@ from kvkeep.daemon.engine import Engine
 from kvkeep.daemon.l2 import L2
 from kvkeep.daemon.sdnotify import Notifier
 from kvkeep.daemon.sessions import Session
+from kvkeep.ipc import descriptors
 from kvkeep.ipc.attach import Admission, AttachListener, Credentials
 from kvkeep.ipc.messages import Hello, Refused, Welcome
 from kvkeep.ipc.server import RpcServer
@@ -97,6 +99,7 @@ class Control:
         self._poller = zmq.Poller()
         self._callbacks: dict[int, Callable[[], None]] = {}
         self._poller.register(self.rpc.socket, zmq.POLLIN)
+        self._poller.register(self.rpc.monitor, zmq.POLLIN)
         self.watch(self.listener.fileno(), self.listener.service)
         self.watch(self.reserver.eventfd, self._on_reserved)
         self._published = 0.0
@@ -132,6 +135,8 @@ class Control:
                 self._dirty = True
                 if what is self.rpc.socket:
                     busy = self.rpc.service()
+                elif what is self.rpc.monitor:
+                    self.rpc.connected()
                 elif callback := self._callbacks.get(what):
                     callback()
             self._expire(self.arena.now)
@@ -149,6 +154,7 @@ class Control:
             self.engine.next_deadline(),
             self.admin.next_deadline(),
             self.listener.next_deadline(),
+            self.rpc.next_deadline(),
             self.arena.next_quarantine_end(),
             self.arena.next_incomplete_end(),
             self._next_ghosts if self.leases.ghosts else None,
@@ -160,6 +166,7 @@ class Control:
         self.engine.expire(now)
         self.admin.expire(now)
         self.listener.expire(now)
+        self.rpc.expire(now)
         self.arena.end_quarantine()
         self.arena.end_incomplete()
         if self.leases.ghosts and now >= self._next_ghosts:
@@ -201,6 +208,8 @@ class Control:
                 f"the client reads arena format {hello.abi}, this daemon writes {ABI_VERSION}; install the same kvkeep "
                 "version on both sides",
             )
+        if descriptors.scarce_for_attach():
+            return self._refused("limit", f"{descriptors.left()} descriptors are left; raise LimitNOFILE")
         fds: tuple[int, ...] = ()
         try:
             lease_id, meta_fd = self.leases.add(
@@ -209,12 +218,16 @@ class Control:
         except (OSError, IndexError) as e:
             return self._refused("limit", f"no lease for another client ({e}); raise LimitNOFILE or --max-clients")
         if hello.want_arena:
+            eventfd = -1
             try:
                 eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
                 self._eventfds[lease_id] = os.dup(eventfd)
                 fds = (meta_fd, os.dup(self.segments.data_fd), eventfd)
             except OSError as e:
                 os.close(meta_fd)
+                for fd in (eventfd, self._eventfds.pop(lease_id, -1)):
+                    if fd >= 0:
+                        os.close(fd)
                 self.leases.remove(lease_id)
                 return self._refused("limit", f"out of descriptors ({e.strerror}); raise LimitNOFILE")
         else:
@@ -261,10 +274,16 @@ class Control:
     def _notify(self, session: Session) -> None:
         eventfd = self._eventfds.get(session.lease_id)
         if eventfd is not None:
-            try:
-                os.eventfd_write(eventfd, 1)
-            except BlockingIOError:
-                pass  # the counter is full: it is readable all the same
+            # The client has the same open file: it may have filled the counter (then it is readable all the same), and
+            # may have made writing to it block.
+            room = select.poll()
+            room.register(eventfd, select.POLLOUT)
+            if room.poll(0):
+                os.set_blocking(eventfd, False)
+                try:
+                    os.eventfd_write(eventfd, 1)
+                except BlockingIOError:
+                    pass
 
     def _send(self, identity: bytes, request_id: bytes, reply: object) -> None:
         self.rpc.send(identity, request_id, reply)  # type: ignore[arg-type]

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -40,6 +41,7 @@ MAX_HELD_CHUNKS = 1 << 20  # references and reservations one client may hold
 MAX_HANDLES = 65536  # per client
 MAX_WAIT_MS = 60_000
 _EMPTY = np.empty(0, dtype=np.int64)
+_NO_KEYS = np.empty((0, 4), dtype=np.uint64)
 
 U64 = npt.NDArray[np.uint64]
 Send = Callable[[bytes, bytes, m.AnyReply], None]
@@ -83,7 +85,7 @@ class Engine:
         self.broken = ""  # an invariant that did not hold: health is degraded from then on
         self._send, self._notify = send, notify
         self._ids = itertools.count(secrets.randbits(48) << 8)
-        self._waiting: dict[int, list[Waiting]] = {}
+        self._waiting: dict[int, dict[Waiting, None]] = {}  # by the entry that they wait for
         self._deadlines: list[tuple[float, int, Waiting]] = []
         self._deadlines_limit = 1024
         self.operations: dict[type[Any], Callable[..., m.AnyReply | None]] = {
@@ -172,6 +174,10 @@ class Engine:
                 f"a shard of {request.shard_bytes} bytes does not fit an arena of {self.arena.bytes_total} bytes; "
                 "raise --l1-size-gb or use smaller chunks",
             )
+        try:
+            msgspec.json.decode(request.manifest, type=dict[str, Any])
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            raise Refusal(ErrorCode.BAD_REQUEST, "the manifest is not a JSON object; see keys.canonical") from None
         table = self.arena.namespaces
         namespace = table.find(namespace_digest(request.manifest, request.shards, request.shard_bytes))
         if namespace is None:
@@ -216,7 +222,7 @@ class Engine:
             waits = self.prefetch is not None and self.prefetch.available and _distinct(keys[:, 0])
         if not (ready or waits) or not request.readers:
             return m.LookupReply(self.epoch, 0, ready)
-        self._charge(session, len(keys) if waits else ready)
+        self._charge(session, 2 * len(keys) if waits else ready)
         if not _distinct(prefix.entries):
             raise Refusal(ErrorCode.BAD_REQUEST, "the same hash stands twice in one chain")
         self.arena.touch(namespace, prefix.entries)
@@ -232,6 +238,7 @@ class Engine:
         if waits:
             deadline = time.monotonic() + request.wait_ms / 1000
             waiting = handle.waiting = Waiting(handle, identity, request_id, keys, deadline, -1)
+            session.held_chunks += len(keys)
             self._schedule(waiting)
             if prefix.blocked_by >= 0:
                 self._park(waiting, prefix.blocked_by)
@@ -252,6 +259,7 @@ class Engine:
         entries = handle.references.entries[start:end]
         records = self.arena.table.rows[entries]
         session.reading[handle.id, shard] += 1
+        handle.readers_now.add((session, shard))
         handle.reading += 1
         self.counters["retrieves"] += 1
         self.counters["retrieve_chunks"] += len(entries)
@@ -281,6 +289,7 @@ class Engine:
     def _stop_reading(self, session: Session, handle: LookupHandle, shard: int) -> None:
         """One RETRIEVE may be followed by others before the CONFIRM that ends them all."""
         handle.reading -= session.reading.pop((handle.id, shard), 0)
+        handle.readers_now.discard((session, shard))
 
     def _drop_if_done(self, handle: LookupHandle) -> int:
         if any(handle.readers) and (handle.owner is not None or handle.reading):
@@ -290,6 +299,8 @@ class Engine:
     def _drop_lookup(self, handle: LookupHandle) -> int:
         del self.lookups[handle.id]
         self._unpark(handle)
+        for session, shard in handle.readers_now:  # who never confirmed what the owner released
+            session.reading.pop((handle.id, shard), None)
         dropped = handle.references.trim(0)
         if handle.owner is not None:
             handle.owner.lookups.pop(handle.id, None)
@@ -382,17 +393,21 @@ class Engine:
     def _unpark(self, handle: LookupHandle) -> None:
         """The handle is over or answered: it waits for nothing any more."""
         waiting, handle.waiting = handle.waiting, None
-        if waiting is not None and waiting.on >= 0:
-            others = self._waiting.get(waiting.on, [])
-            if waiting in others:
-                others.remove(waiting)
-                if not others:
-                    del self._waiting[waiting.on]
-                    self.arena.watch.discard(waiting.on)
+        if waiting is not None:
+            self._detach(waiting)
+            if handle.owner is not None:
+                handle.owner.held_chunks -= len(waiting.keys)
+            waiting.keys = _NO_KEYS  # its deadline may lie in the heap for a while yet
+
+    def _detach(self, waiting: Waiting) -> None:
+        others = self._waiting.get(waiting.on, {})
+        if others.pop(waiting, waiting) is None and not others:
+            del self._waiting[waiting.on]
+            self.arena.watch.discard(waiting.on)
 
     def _park(self, waiting: Waiting, entry: int) -> None:
         waiting.on = entry
-        self._waiting.setdefault(entry, []).append(waiting)
+        self._waiting.setdefault(entry, {})[waiting] = None
         self.arena.watch.add(entry)
 
     def settle(self) -> None:
@@ -428,7 +443,7 @@ class Engine:
         if not final and self.prefetch is not None and len(handle.references) < len(waiting.keys):
             if _distinct(waiting.keys[:, 0]) and self.prefetch.begin(waiting):
                 return
-        handle.waiting = None
+        self._unpark(handle)
         ready = len(handle.references)
         owner = handle.owner
         if not ready:
@@ -447,8 +462,7 @@ class Engine:
         while self._deadlines and self._deadlines[0][0] <= now:
             waiting = heapq.heappop(self._deadlines)[2]
             if waiting.handle.waiting is waiting:
-                self._unpark(waiting.handle)
-                waiting.handle.waiting = waiting
+                self._detach(waiting)
                 self._look_again(waiting, final=True)
 
     # ---- sessions ----------------------------------------------------------------------------------------------------

@@ -62,6 +62,7 @@ class LookupHandle:
     references: References
     readers: list[int]  # confirmations still expected, per shard
     reading: int = 0  # shares being copied from now, by any session
+    readers_now: set[tuple[Session, int]] = field(default_factory=set)  # (session, shard) of these shares
     waiting: Any = None  # the engine's record of a lookup that is not answered yet
 
 
@@ -87,7 +88,7 @@ class Session:
     reading: Counter[tuple[int, int]] = field(default_factory=Counter)  # (lookup handle, shard)
     namespaces: set[int] = field(default_factory=set)  # registered by this client
     last_seen: float = field(default_factory=time.monotonic)
-    held_chunks: int = 0  # over all handles: bounded, see engine.MAX_HELD_CHUNKS
+    held_chunks: int = 0  # over all handles, and hashes of parked lookups: bounded, see engine.MAX_HELD_CHUNKS
 
     @property
     def references(self) -> int:

@@ -38,6 +38,8 @@ from kvkeep.ipc.namespace import Namespace
 log = logging.getLogger("kvkeep.client")
 
 BACKOFF_S = (0.01, 1.0)
+RESTART_S = 15.0  # a daemon gone for less is probably being restarted: look for it more often, as it costs little
+RESTART_BACKOFF_S = 0.1
 REFUSED_BACKOFF_S = 10.0  # version, denied: nothing that passes by itself soon
 REGISTER_S = 10.0  # in the background; the daemon's end cuts it short
 SWEEP_S = 0.1
@@ -196,7 +198,7 @@ class Session:
     # ---- the thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        backoff, previous, complained = BACKOFF_S[0], 0, ""
+        backoff, previous, complained, lost_at = BACKOFF_S[0], 0, "", 0.0
         while not self.closing:
             attachment: Attachment | None = None
             pause = backoff
@@ -224,11 +226,13 @@ class Session:
                 except Exception:
                     log.exception("serving an attachment failed; attaching again")
                 self._retire(attachment)
+                lost_at = time.monotonic()
                 if time.monotonic() - began > STABLE_S:
                     backoff = pause = BACKOFF_S[0]
             if not self.closing:
                 self._sleep(pause * random.uniform(0.7, 1.0))
-                backoff = min(backoff * 2, BACKOFF_S[1])
+                restarting = previous and time.monotonic() - lost_at < RESTART_S
+                backoff = min(backoff * 2, RESTART_BACKOFF_S if restarting else BACKOFF_S[1])
 
     def where(self) -> str:
         return attach_path(self.options)

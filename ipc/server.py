@@ -7,13 +7,17 @@ round are bounded.  A peer that does not read loses its replies; nobody waits fo
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
+import time
 import typing
 from collections.abc import Callable
 
 import msgspec
 import zmq
 
+from kvkeep.ipc import descriptors
 from kvkeep.ipc.messages import (
     MAX_MESSAGE_BYTES,
     REQUEST_ID_BYTES,
@@ -25,6 +29,11 @@ from kvkeep.ipc.messages import (
     encode,
 )
 
+log = logging.getLogger("kvkeep.rpc")
+
+PAUSE_S = 0.25
+BACKLOG = 64  # whoever waits here when the door is closed is let in all the same
+CLOSED = ".closed"  # the socket's name while it is
 ROUND_LIMIT = 64  # requests per round of the control loop, so that timers and other sockets get their turn
 _OPS = frozenset(op.__struct_config__.tag for op in typing.get_args(AnyRequest))
 
@@ -44,9 +53,13 @@ class RpcServer:
         self.socket.setsockopt(zmq.RCVHWM, 32)
         self.socket.setsockopt(zmq.SNDHWM, 256)
         self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.BACKLOG, 4096)
-        if os.path.lexists(path):
-            os.unlink(path)  # left by a killed daemon; the run directory is locked by us
+        self.socket.setsockopt(zmq.BACKLOG, BACKLOG)
+        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_ACCEPTED)  # readable after each connection
+        self._path = path
+        self._closed_until: float | None = None
+        for file in (path, path + CLOSED):
+            if os.path.lexists(file):
+                os.unlink(file)  # left by a killed daemon; the run directory is locked by us
         before = os.umask(0o777 & ~mode)
         try:
             self.socket.bind(f"ipc://{path}")
@@ -56,6 +69,34 @@ class RpcServer:
             os.chown(path, -1, gid)
         self.requests = 0
         self.malformed = 0
+
+    def connected(self) -> None:
+        """`monitor` is readable.  Closes the door before descriptors run out; those who are connected stay."""
+        with contextlib.suppress(zmq.Again):
+            while True:
+                self.monitor.recv_multipart(zmq.NOBLOCK)
+        if self._closed_until is None and descriptors.scarce():
+            left = descriptors.left()
+            log.warning("%d descriptors are left: no new RPC connections for now; raise LimitNOFILE", left)
+            self._move(self._path, self._path + CLOSED)  # an unbind would end the connections that there are
+            self._closed_until = time.monotonic() + PAUSE_S
+
+    def next_deadline(self) -> float | None:
+        return self._closed_until
+
+    def expire(self, now: float) -> None:
+        """Open the door again, if that is possible."""
+        if self._closed_until is not None and now >= self._closed_until:
+            self._closed_until = now + PAUSE_S
+            if not descriptors.scarce():
+                self._closed_until = None
+                self._move(self._path + CLOSED, self._path)
+
+    def _move(self, path: str, to: str) -> None:
+        try:
+            os.rename(path, to)
+        except OSError as e:
+            log.error("cannot rename %s: %s", path, e.strerror)
 
     def service(self) -> bool:
         """Answer what has arrived, up to ROUND_LIMIT.  True = there may be more."""
@@ -106,5 +147,8 @@ class RpcServer:
         return self._refuse(f"the body is not a request of protocol version 1: {str(error)[:200]}")
 
     def close(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path + CLOSED)
+        self.socket.disable_monitor()
         self.socket.close(0)
         self._context.term()

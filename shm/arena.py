@@ -391,7 +391,7 @@ class Arena:
         """Up to n extents (and as many free records), evicting if that is what it takes."""
         n = min(n, self.bytes_total // cls.extent + 1)
         while self.table.free_count < n:
-            if self.reserving or not self._evict_from(self._least_recent(), max(EVICT_STEP, n)):
+            if self.reserving or not self._evict_oldest(max(EVICT_STEP, n)):
                 break
         n = min(n, self.table.free_count)
         offsets = self.slabs.take(cls, n)
@@ -416,21 +416,34 @@ class Arena:
                     continue
             if self.slabs.grow(cls):
                 continue
-            if not self._evict_from(cls.extent, n - cls.free):
+            if self._evict_from(cls.extent, n - cls.free):
+                continue
+            # All of its own are in use, the oldest of them perhaps since long: whoever can give way must.
+            evicted = self._evict_oldest(EVICT_STEP, but=cls.extent) if limit > 0 else 0
+            limit -= evicted
+            if not evicted:
                 break
 
-    def _least_recent(self) -> int | None:
-        """The size class that holds the least recent entry."""
+    def _by_age(self) -> list[int]:
+        """Size classes that evict, the one with the least recent entry first."""
         if len(self._orders) == 1:
-            ((extent, only),) = self._orders.items()
-            return extent if only.evicts else None
+            return [extent for extent, order in self._orders.items() if order.evicts]
         stamps = {extent: order.oldest() for extent, order in self._orders.items() if order.evicts}
-        stamps = {extent: stamp for extent, stamp in stamps.items() if stamp}
-        return min(stamps, key=stamps.__getitem__) if stamps else None
+        return sorted((extent for extent, stamp in stamps.items() if stamp), key=stamps.__getitem__)
 
-    def _evict_from(self, extent: int | None, want: int) -> int:
-        if extent is None:
-            return 0
+    def _least_recent(self) -> int | None:
+        """The size class that holds the least recent entry, in use or not."""
+        ages = self._by_age()
+        return ages[0] if ages else None
+
+    def _evict_oldest(self, want: int, *, but: int = 0) -> int:
+        """From the oldest class of which something can go.  Returns how many went; 0 = nothing can go at all."""
+        for extent in self._by_age():
+            if extent != but and (evicted := self._evict_from(extent, want)):
+                return evicted
+        return 0
+
+    def _evict_from(self, extent: int, want: int) -> int:
         victims = self._order(extent).pop(want, self._evictable)
         if len(victims):
             self.counters["entries_evicted"] += len(victims)
@@ -451,7 +464,7 @@ class Arena:
             if used <= self._watermark * self.bytes_total:
                 return False
             self._draining_to = max(0, int((self._watermark - self._ratio) * self.bytes_total))
-        if used <= self._draining_to or not self._evict_from(self._least_recent(), EVICT_STEP):
+        if used <= self._draining_to or not self._evict_oldest(EVICT_STEP):
             self._draining_to = None
             return False
         return True

@@ -102,6 +102,7 @@ class LruOrder:
             self._held_changed = len(going) < int(may.sum())
             parts.append(entries[going].astype(np.int64))
             want -= len(going)
+        look = max(64, want)
         while want > 0:
             segment = self._segments[0]
             if segment.first == segment.end:
@@ -111,7 +112,8 @@ class LruOrder:
                 del self._segments[0]
                 self._squeeze_at = max(0, self._squeeze_at - 1)
                 continue
-            k = min(segment.end - segment.first, max(64, want))
+            k = min(segment.end - segment.first, look)
+            look *= 2  # a long stale stretch is crossed in few steps
             part = slice(segment.first, segment.first + k)
             live = np.flatnonzero(self._recency[segment.entries[part]] == segment.stamps[part])
             entries = segment.entries[part][live]
@@ -140,13 +142,21 @@ class LruOrder:
         self._held_entries, self._held_stamps = entries, stamps
         if len(stamps):
             return int(stamps[0])
-        for segment in self._segments:
+        while True:
+            segment = self._segments[0]
             part = slice(segment.first, segment.end)
             live = self._recency[segment.entries[part]] == segment.stamps[part]
             at = int(live.argmax()) if len(live) else 0
-            if len(live) and live[at]:
-                return int(segment.stamps[part][at])
-        return 0
+            found = bool(len(live)) and bool(live[at])
+            passed = at if found else len(live)  # stale records, not to be looked at again
+            segment.first += passed
+            self.records -= passed
+            if found:
+                return int(segment.stamps[segment.first])
+            if len(self._segments) == 1:
+                return 0
+            del self._segments[0]
+            self._squeeze_at = max(0, self._squeeze_at - 1)
 
     def _live(self, entries: npt.NDArray[np.uint32], stamps: U64) -> tuple[npt.NDArray[np.uint32], U64]:
         live = self._recency[entries] == stamps

@@ -69,6 +69,7 @@ class CopyThreads:
         self._client, self._pages, self._rank = client, pages, rank
         self._deadline_s, self._log = deadline_s, log
         self._lock = threading.Lock()
+        self._something_ended = threading.Event()
         self._loads: dict[str, LoadTask] = {}  # by request id, until reported
         self._ended_loads: list[LoadEnd] = []
         self._ended_stores: list[StoreReport] = []
@@ -117,6 +118,12 @@ class CopyThreads:
                 del self._loads[end.job.request_id]
         return loads, stores
 
+    def rest(self, longest_s: float) -> None:
+        """For a step that computes nothing: wait a moment for a load to end; the copies get the interpreter."""
+        self._something_ended.clear()
+        if self._loads and not self._ended_loads:
+            self._something_ended.wait(longest_s)
+
     def close(self) -> None:
         """Best effort and short: correctness never depends on it."""
         for task in list(self._loads.values()):
@@ -161,6 +168,7 @@ class CopyThreads:
                 task.state = LoadState.ENDED
                 self._ended_loads.append(LoadEnd(task.job, tuple(bad), confirmed))
                 self.counters["loads_failed" if bad else "loads"] += 1
+            self._something_ended.set()
 
     def _load(self, task: LoadTask) -> tuple[list[int], bool]:
         """Bad block ids, and whether the read was confirmed."""

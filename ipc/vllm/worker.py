@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+REST_S = 0.001  # in a step without a forward, while loads are under way
+
 
 class WorkerHalf:
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, options: Options, guard: Guard) -> None:
@@ -38,6 +40,7 @@ class WorkerHalf:
         self._facts: WorkerFacts | None = None
         self._namespace: NamespaceSpec | None = None
         self._generation = 0
+        self._rests = False
         self.copies: CopyThreads | None = None
         self._lost_loads: list[LoadJob] = []  # that no copy thread took
         self._lost_stores: list[StoreReport] = []
@@ -65,7 +68,8 @@ class WorkerHalf:
     def facts(self) -> WorkerFacts | None:
         return self._facts
 
-    def start_loads(self, metadata: KVKeepMetadata) -> None:
+    def start_loads(self, metadata: KVKeepMetadata, *, computes: bool) -> None:
+        self._rests = not computes
         self._generation = metadata.generation
         if metadata.namespace is not None:
             self._namespace = metadata.namespace
@@ -95,6 +99,8 @@ class WorkerHalf:
             return set()
         for request_id in finished_requests:
             self.copies.cancel_load(request_id)
+        if self._rests:
+            self.copies.rest(REST_S)
         ended, stores = self.copies.take_ended()
         reports = []
         for end in ended:

@@ -91,6 +91,7 @@ class Host:
         self.llm = LLM(**options | settings.get("engine", {}))
         self.start_s = time.monotonic() - began
         self.longest: dict[str, float] = {}  # seconds of the longest call of each entry point of the connector
+        self.busy_s = 0.0  # processor time that the engine's thread spent in the connector
         if settings.get("connector", True) and not settings.get("multiprocessing"):
             from vllm.distributed.kv_transfer import get_kv_transfer_group
 
@@ -101,10 +102,11 @@ class Host:
 
     def timed(self, name: str, method: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
-            began = time.monotonic()
+            began, busy = time.monotonic(), time.thread_time()
             try:
                 return method(*args, **kwargs)
             finally:
+                self.busy_s += time.thread_time() - busy
                 self.longest[name] = max(self.longest.get(name, 0.0), time.monotonic() - began)
 
         return run
@@ -181,6 +183,7 @@ class Host:
             "blocks": pool.num_gpu_blocks,
             "free_blocks": pool.get_num_free_blocks(),
             "sent": dict(self.faults.sent),
+            "busy_ms": round(self.busy_s * 1000, 3),
             "longest_ms": {name: round(seconds * 1000, 2) for name, seconds in self.longest.items()},
         }
         if half is not None and half.lookups is not None:
@@ -223,6 +226,8 @@ class Host:
         return self.report() | {"requests": len(core.scheduler.requests)}
 
     def quit(self) -> str:
+        if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1":
+            self.llm.llm_engine.engine_core.shutdown()
         return "bye"
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -24,9 +26,16 @@ class Engine:
         settings |= {"model": str(model), "answers": theirs}
         command = [sys.executable, str(HERE / "engine_host.py"), json.dumps(settings)]
         variables = os.environ | {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"} | (environment or {})
+        variables["VLLM_RPC_BASE_PATH"] = str(log.parent)  # vLLM's own sockets
         with log.open("wb") as out:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=out, stderr=out, pass_fds=[theirs], env=variables
+                command,
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=out,
+                pass_fds=[theirs],
+                env=variables,
+                start_new_session=True,  # vLLM's processes, if it starts some, end with it
             )
         os.close(theirs)
         self._answers = os.fdopen(ours, "rb", buffering=0)
@@ -63,8 +72,8 @@ class Engine:
         except (OSError, subprocess.TimeoutExpired):
             pass
         finally:
-            if self.process.poll() is None:
-                self.process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
             self._answers.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -119,8 +120,6 @@ def test_an_engine_in_several_processes_is_served_and_gives_its_blocks_back_when
     prompts = [prompt(50 + n, 200 + n) for n in range(4)]
     wanted = reference.generate(prompts)
     assert_same_outputs(engine.generate(prompts), wanted)
-    import time
-
     until = time.monotonic() + 20  # nobody sends a request meanwhile: the idle engine must drain its stores by itself
     while not engine.ask("reset_prefix_cache"):
         assert time.monotonic() < until, "blocks stay pinned in an idle engine"
