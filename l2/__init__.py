@@ -2,3 +2,7 @@
 
 Nothing here is wired into the daemon yet; adapters run in mover processes, which come with the L2 controllers.
 """
+
+from kvkeep.l2.registry import adapter_types, create_adapter
+
+__all__ = ["adapter_types", "create_adapter"]

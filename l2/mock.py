@@ -93,7 +93,7 @@ class MockAdapter(Adapter):
             if record is None:
                 self.counters["missed"] += 1
                 return MISS
-            header, payload = unpack(record), memoryview(record)[HEADER_BYTES:]
+            header, payload = unpack(memoryview(record)), memoryview(record)[HEADER_BYTES:]
             good = header is not None and header.key == key and header.stored_bytes == len(payload)
             if good and len(payload) != len(into):
                 self.counters["wrong_length"] += 1

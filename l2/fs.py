@@ -1,0 +1,472 @@
+"""The `fs` adapter: one file per shard of a chunk, in one or several directories, up to a limit.
+
+    {"type": "fs", "base_path": "/nvme/kv" | ["/nvme0/kv", "/nvme1/kv"], "capacity_gb": 500, "fsync": "none|data|full",
+     "direct_io": "auto|on|off", "shared": false, "io_threads": 4,
+     "eviction": {"eviction_policy": "LRU", "trigger_watermark": 0.95, "eviction_ratio": 0.05}}
+
+    store:  reserve bytes (evict) ─► unnamed file ─► header + payload ─► fsync ─► name it ─► known
+    load:   known ─► open ─► header page + payload, into the arena ─► verify header, key, length, checksum ─► recent
+
+Names and ownership are in `fs_root`, bytes in `fs_io` and `fs_objects`, accounts in `fs_index`; here is the order of
+things.  Invariants:
+
+* the medium never holds more than ``capacity_gb`` (default: 80 % of what is free or ours), counted in blocks, also
+  right after a restart: `open` looks at every file before the first store;
+* a file has its name only when it is whole.  "fsync": "data" makes the content durable before that, "full" also the
+  name; with "none" a power cut may leave a name without content, which the checksum turns into a miss;
+* whatever does not verify is a miss, is removed and counted; nothing in a file is trusted, links are not followed;
+* several directories: a key lives where its hash ranks highest, so another directory moves only its own share.
+
+With "shared": true several processes use the directories at once, all of them safely; each learns of the others' files
+by looking again every few seconds, so then the limit is kept only approximately: by what others store in between.
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import logging
+import os
+import stat
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from kvkeep.l2.adapter import MISS, OK, Adapter, AdapterError, Key, Listing, Outcome, Result, Usage
+from kvkeep.l2.fs_index import CapacityIndex, Found, Victim
+from kvkeep.l2.fs_io import PAGE, FileIO, file_bytes
+from kvkeep.l2.fs_objects import GONE, NOT_OURS, ObjectFiles
+from kvkeep.l2.fs_root import FOLDERS, NAME_BYTES, Root
+from kvkeep.l2.options import Options
+from kvkeep.shm.recency import POLICIES
+
+FREE_SHARE = 0.8  # of what is free or ours, when no capacity is given
+RESCAN_S = 10.0  # shared mode; longer if a scan takes long
+_METADATA = 2 * PAGE  # blocks that a file system may add to a file for its extents
+_PATIENCE_S = 5.0
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_CLOSED = Result(Outcome.UNAVAILABLE, detail="the adapter is closed")
+
+log = logging.getLogger("kvkeep.l2.fs")
+R = TypeVar("R")
+
+
+class FsAdapter(Adapter):
+    """See the module."""
+
+    type_name = "fs"
+
+    def __init__(self, config: Mapping[str, object], io: FileIO | None = None) -> None:
+        options = Options("fs", config)
+        paths = options.take("base_path")
+        if isinstance(paths, str):
+            paths = [paths]
+        if (
+            not isinstance(paths, list)
+            or not paths
+            or len(paths) > 255
+            or not all(p and isinstance(p, str) for p in paths)
+        ):
+            raise options.wrong("base_path", paths, "a directory, or a list of 1 to 255 directories")
+        capacity = options.number("capacity_gb", 0, above=0) if options.has("capacity_gb") else 0.0
+        self._capacity = int(capacity * (1 << 30))
+        self._fsync = options.choice("fsync", "none", ("none", "data", "full"))
+        self._direct_io = options.choice("direct_io", "auto", ("auto", "on", "off"))
+        self._shared = options.flag("shared", False)
+        self._io_threads = options.count("io_threads", 4, least=1, most=256)
+        eviction = Options("fs: eviction", options.table("eviction"), ignore=())
+        self._policy = eviction.choice("eviction_policy", "LRU", POLICIES)
+        self._watermark = eviction.number("trigger_watermark", 0.95, most=1.0, above=0)
+        self._ratio = eviction.number("eviction_ratio", 0.05, most=1.0, above=0)
+        eviction.done()
+        options.done()
+        self.counters: Counter[str] = Counter()
+        self._state = threading.Condition()
+        io = io or FileIO()
+        self._files = ObjectFiles(io, self._fsync, self._count)
+        self._roots = [Root(os.path.abspath(path), number, io, self._count) for number, path in enumerate(paths)]
+        self._index = CapacityIndex(self._policy, 0, 1)
+        self._running = 0
+        self._is_open = False
+        self._wake = threading.Event()
+        self._pool: ThreadPoolExecutor | None = None
+        self._janitor: threading.Thread | None = None
+
+    # ---- open and close ----------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        started = time.monotonic()
+        try:
+            for root in self._roots:
+                root.claim(self._shared)
+            found = self._scan()
+            held = sum(file.size for file in found)
+            limit = self._limit(held)
+            self._index = CapacityIndex(self._policy, limit, 2 * PAGE, len(found))
+            self._index.adopt(found)
+            for root in self._roots:
+                root.direct = self._probe(root)
+        except BaseException:
+            for root in self._roots:
+                root.release()
+            raise
+        if (over := self._index.used - limit) > 0:
+            self._evict(over)
+        self._pool = ThreadPoolExecutor(self._io_threads, "kvkeep-fs")
+        self._is_open = True
+        self._wake.clear()
+        self._janitor = threading.Thread(target=self._clean, name="kvkeep-fs-janitor", daemon=True)
+        self._janitor.start()
+        log.info(
+            "fs: %s open: %d objects, %.2f of at most %.2f GiB%s, O_DIRECT %s, %.2f s",
+            ", ".join(root.path for root in self._roots),
+            len(found),
+            held / (1 << 30),
+            limit / (1 << 30),
+            " (shared: kept approximately)" if self._shared else "",
+            "/".join("on" if root.direct else "off" for root in self._roots),
+            time.monotonic() - started,
+        )
+
+    def _scan(self) -> builtins.list[Found]:
+        work = [(root, folder) for root in self._roots for folder in FOLDERS]
+        with ThreadPoolExecutor(self._io_threads) as pool:
+            return [file for files in pool.map(lambda one: one[0].scan(one[1]), work) for file in files]
+
+    def _limit(self, held: int) -> int:
+        free = sum(dict(root.free_bytes() for root in self._roots).values())
+        if not self._capacity:
+            return int((free + held) * FREE_SHARE)
+        if self._capacity > free + held:
+            log.warning(
+                "fs: capacity_gb is %.2f GiB, but only %.2f GiB are free or already ours; the disk will be full first",
+                self._capacity / (1 << 30),
+                (free + held) / (1 << 30),
+            )
+        return self._capacity
+
+    def _probe(self, root: Root) -> bool:
+        """Whether to use O_DIRECT.  A full disk is no reason not to serve what is on it."""
+        for direct in [True, False] if self._direct_io == "auto" else [self._direct_io == "on"]:
+            try:
+                root.probe(direct)
+                return direct
+            except OSError as error:
+                if error.errno in _FULL:
+                    self._count("probe_without_space")
+                    return direct
+                if direct and self._direct_io == "auto":
+                    self._count("direct_io_fallbacks")
+                    log.warning("fs: %s: no O_DIRECT (%s), using the page cache", root.path, error.strerror)
+                    continue
+                hint = '; set "direct_io" to "auto" or "off"' if direct else ""
+                how = "with O_DIRECT" if direct else "without O_DIRECT"
+                raise AdapterError(
+                    f"fs: {root.path} did not pass a write and read {how} ({error.strerror}){hint}"
+                ) from error
+        raise AssertionError("unreachable")
+
+    def close(self) -> None:
+        with self._state:
+            was, self._is_open = self._is_open, False
+            if not was:
+                return
+            quiet = self._state.wait_for(lambda: not self._running, timeout=30)
+        self._wake.set()
+        if self._janitor is not None:
+            self._janitor.join(30)
+            quiet = quiet and not self._janitor.is_alive()
+        if self._pool is not None:
+            self._pool.shutdown(wait=quiet)
+        if quiet:  # else a call hangs in the medium, and its descriptors must not become someone else's
+            for root in self._roots:
+                root.release()
+
+    # ---- the calls ---------------------------------------------------------------------------------------------------
+
+    def lookup(self, keys: Sequence[Key]) -> builtins.list[bool]:
+        return self._each(lambda at: self._lookup(keys[at]), len(keys), False, spread=False)
+
+    def store(self, items: Sequence[tuple[Key, memoryview, int]]) -> builtins.list[Result]:
+        stamps = self._index.stamps(len(items))
+        results = self._each(lambda at: self._store(*items[at], stamps[at]), len(items), _CLOSED)
+        if self._index.used > self._watermark * self._index.limit:
+            self._wake.set()
+        return results
+
+    def load(self, items: Sequence[tuple[Key, memoryview]]) -> builtins.list[Result]:
+        stamps = self._index.stamps(len(items))
+        return self._each(lambda at: self._load(*items[at], stamps[at]), len(items), _CLOSED)
+
+    def delete(self, keys: Sequence[Key]) -> int:
+        keys = list(dict.fromkeys(keys))
+        return sum(self._each(lambda at: self._delete(keys[at]), len(keys), False))
+
+    def usage(self) -> Usage:
+        return Usage(self._index.used, self._index.limit, len(self._index))
+
+    def list(self, cursor: bytes, limit: int) -> Listing:
+        return self._each(lambda _: self._list(cursor, limit), 1, Listing([], b""))[0]
+
+    def _each(self, work: Callable[[int], R], count: int, closed: R, spread: bool = True) -> builtins.list[R]:
+        """``work`` for 0..count, in several threads, this one being one of them; results in order."""
+        with self._state:
+            if not self._is_open:
+                return [closed] * count
+            self._running += 1
+        try:
+            results = [closed] * count
+            queue = iter(range(count))  # next() of it is atomic
+
+            def run() -> None:
+                for at in queue:
+                    results[at] = work(at)
+
+            assert self._pool is not None
+            helpers = min(self._io_threads, count) - 1 if spread else 0
+            waiting = [self._pool.submit(run) for _ in range(helpers)]
+            run()
+            for helper in waiting:
+                if not helper.cancel():
+                    helper.result()
+            return results
+        finally:
+            with self._state:
+                self._running -= 1
+                self._state.notify_all()
+
+    def _place(self, key: Key) -> tuple[Root, bytes]:
+        if len(self._roots) == 1:
+            return self._roots[0], self._roots[0].name(key)
+        return max(((root, root.name(key)) for root in self._roots), key=lambda place: place[1][-8:])
+
+    def _count(self, name: str, by: int = 1) -> None:
+        with self._state:
+            self.counters[name] += by
+
+    def _failed(self, what: str, root: Root, error: OSError) -> Result:
+        code = error.errno or errno.EIO
+        self._count(f"{what}_failed")
+        self._count(f"errno_{errno.errorcode.get(code, str(code))}")
+        outcome = Outcome.NO_SPACE if code in _FULL else Outcome.IO_ERROR
+        return Result(outcome, code, f"{what} in {root.path}: {error.strerror}")
+
+    # ---- lookup and load ---------------------------------------------------------------------------------------------
+
+    def _lookup(self, key: Key) -> bool:
+        root, name = self._place(key)
+        if name not in self._index and not self._shared:
+            return False
+        try:
+            about = root.stat(name)
+        except OSError as error:
+            if error.errno in GONE:
+                self._vanished(name)
+            return False
+        return stat.S_ISREG(about.st_mode) and about.st_size >= 2 * PAGE
+
+    def _vanished(self, name: bytes) -> None:
+        if self._index.forget(name):
+            self._count("vanished")
+
+    def _load(self, key: Key, into: memoryview, stamp: int) -> Result:
+        root, name = self._place(key)
+        known = self._index.begin_read(name)
+        if not known and not self._shared:
+            self._count("missed")
+            return MISS
+        try:
+            seen = self._files.read(root, name, key, into, stamp)
+            if not seen.valid:
+                self._count("corrupt")
+                log.warning("fs: %s in %s did not verify and is removed", name.hex(), root.path)
+                self._remove(root, name, seen.inode)
+                return Result(Outcome.CORRUPT, detail="the object did not verify and is removed")
+            if seen.length != len(into):
+                self._count("wrong_length")
+                return Result(Outcome.MISS, detail=f"{seen.length} bytes are stored, {len(into)} were asked for")
+            self._index.resize(name, seen.size)
+            self._index.touch(name, stamp)
+            self._count("loaded")
+            return OK
+        except OSError as error:
+            if error.errno in GONE:
+                self._vanished(name)
+                self._count("missed")
+                return MISS
+            if error.errno in NOT_OURS:
+                self._index.forget(name)
+                self._count("foreign_files")
+                return MISS
+            return self._failed("load", root, error)
+        finally:
+            if known:
+                self._index.end_read(name)
+
+    # ---- store -------------------------------------------------------------------------------------------------------
+
+    def _store(self, key: Key, payload: memoryview, checksum: int, stamp: int) -> Result:
+        root, name = self._place(key)
+        size = file_bytes(len(payload))
+        if size > self._index.limit:
+            self._count("too_large")
+            detail = (
+                f"{len(payload)} bytes and a header can never fit into the {self._index.limit} bytes of capacity_gb"
+            )
+            return Result(Outcome.TOO_LARGE, detail=detail)
+        if not len(payload):
+            return Result(Outcome.IO_ERROR, errno.EINVAL, "an object without payload")
+        mine = False
+        try:
+            if self._present(root, name, stamp):
+                return OK
+            mine = self._index.begin_store(name)
+            if not mine:
+                self._count("busy")
+                return Result(Outcome.BUSY)
+            if self._present(root, name, stamp):  # somebody else has just finished
+                return OK
+            if not self._reserve(name, min(size + _METADATA, self._index.limit)):
+                self._count("no_space")
+                return Result(Outcome.NO_SPACE, detail="the limit is reached and nothing can be evicted")
+            try:
+                size = self._files.write(root, name, key, payload, checksum, stamp)
+            except OSError as error:
+                if error.errno not in _FULL or not self._evict(2 * size, root):
+                    raise
+                self._count("evicted_for_full_disk")
+                size = self._files.write(root, name, key, payload, checksum, stamp)
+            self._index.publish(name, root.number, size, stamp)
+            self._count("stored")
+            return OK
+        except OSError as error:
+            return self._failed("store", root, error)
+        finally:
+            if mine:
+                self._index.end_store(name)
+
+    def _present(self, root: Root, name: bytes, stamp: int) -> bool:
+        if name not in self._index:
+            return False
+        try:
+            root.set_recency(name, stamp)
+        except OSError as error:
+            if error.errno not in GONE:
+                raise
+            self._vanished(name)
+            return False
+        self._index.touch(name, stamp)
+        self._count("present")
+        return True
+
+    def _reserve(self, name: bytes, size: int) -> bool:
+        patience = time.monotonic() + _PATIENCE_S
+        while (over := self._index.reserve(name, size)) > 0:
+            if not self._evict(over):
+                if not self._index.leaving or time.monotonic() > patience:
+                    return False
+                time.sleep(0.001)  # another thread is making room
+        return True
+
+    # ---- removing ----------------------------------------------------------------------------------------------------
+
+    def _delete(self, key: Key) -> bool:
+        root, name = self._place(key)
+        removed = self._remove(root, name)
+        self._count("deleted", removed)
+        return removed
+
+    def _remove(self, root: Root, name: bytes, inode: int | None = None) -> bool:
+        """``inode``: only if it is still this file."""
+        known = self._index.take(name)
+        if not known and not self._shared:
+            return False
+        try:
+            if inode is not None and root.stat(name).st_ino != inode:
+                raise FileExistsError(errno.EEXIST, "another file by now")
+            root.unlink(name)
+        except OSError as error:
+            if error.errno not in GONE:
+                if known:
+                    self._index.restore(name)
+                if error.errno != errno.EEXIST:
+                    self._failed("remove", root, error)
+                return False
+            if known:
+                self._index.gone(name)
+            return False
+        if known:
+            self._index.gone(name)
+        return True
+
+    def _evict(self, size: int, root: Root | None = None) -> int:
+        """How many objects went; 0 = none can."""
+        victims = self._index.victims(size, None if root is None else root.number)
+        gone = sum(self._evict_one(victim) for victim in victims)
+        self._count("evicted", gone)
+        return gone
+
+    def _evict_one(self, victim: Victim) -> bool:
+        root = self._roots[victim.root]
+        try:
+            root.unlink(victim.name)
+        except OSError as error:
+            if error.errno not in GONE:
+                self._failed("remove", root, error)
+                self._index.restore(victim.name)
+                return False
+        self._index.gone(victim.name)
+        return True
+
+    def _clean(self) -> None:
+        """The janitor: frees some room ahead of need; looks for the others' files where the roots are shared."""
+        pause = due = None
+        if self._shared:
+            pause, due = RESCAN_S, time.monotonic() + RESCAN_S
+        while True:
+            self._wake.wait(pause)
+            self._wake.clear()
+            if not self._is_open:
+                return
+            try:
+                if due is not None and (started := time.monotonic()) >= due:
+                    self.rescan()
+                    pause = max(RESCAN_S, 20 * (time.monotonic() - started))
+                    due = time.monotonic() + pause
+                if self._index.used > self._watermark * self._index.limit:
+                    self._evict(int(self._ratio * self._index.limit))
+            except Exception:
+                self._count("janitor_failed")
+                log.exception("fs: the janitor stumbled")
+
+    def rescan(self) -> None:
+        """Make the index say what is in the directories now.  Names stored since it began are left alone."""
+        began = self._index.stamps(1)[0]
+        self._index.begin_scan()
+        found = self._scan()
+        there = {file.name for file in found}
+        for name in self._index.names():
+            if name not in there:
+                self._index.forget(name, older_than=began)
+        self._index.adopt(found)
+
+    # ---- listing -----------------------------------------------------------------------------------------------------
+
+    def _list(self, cursor: bytes, limit: int) -> Listing:
+        """Cursor: number of the root, name of the last object.  From the directories: they are the truth."""
+        objects: builtins.list[tuple[Key, int]] = []
+        number, after = (cursor[0], cursor[1 : 1 + NAME_BYTES]) if cursor else (0, b"")
+        for root in self._roots[number:]:
+            last = after
+            for name in root.names_from(after[0] if after else 0, after):
+                if len(objects) >= limit:
+                    return Listing(objects, bytes([root.number]) + last)
+                last = name
+                header = self._files.header(root, name)
+                if header is not None and root.name(header.key) == name:
+                    objects.append((header.key, header.stored_bytes))
+            after = b""
+        return Listing(objects, b"")

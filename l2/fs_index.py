@@ -1,0 +1,268 @@
+"""What the fs adapter knows about its files, in memory: names, bytes on the medium, order of eviction, who is busy.
+
+    absent ──begin_store──► storing ──publish──► present ──take / victims──► leaving ──gone──► absent
+       ▲                       │                   ▲  │                         │
+       └───────end_store───────┘                   │  └── forget (vanished)     │
+                                                   └────────── restore ◄────────┘  (the medium would not remove it)
+
+Bytes are reserved before they are written and counted until they are gone from the medium, so
+``used + reserved <= limit`` at every moment, and the medium never holds more.  A name that is being stored or is
+leaving belongs to one thread; everybody else is told BUSY.  Names with readers are not evicted.
+
+Recency is a time in ns, never given twice; the files keep it as their mtime, so a restart knows the order.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvkeep.shm.recency import POLICIES
+
+_SPARE = 1024  # entries beyond what the limit allows; the arrays are virtual memory until they are used
+_MOST_ENTRIES = 1 << 24
+
+
+class Found(NamedTuple):
+    """A file, as a scan saw it."""
+
+    name: bytes
+    root: int
+    size: int  # on the medium
+    recency: int
+
+
+class Victim(NamedTuple):
+    name: bytes
+    root: int
+
+
+class CapacityIndex:
+    """See the module.  Thread-safe; nothing here does I/O."""
+
+    def __init__(self, policy: str, limit: int, smallest: int, found: int = 0) -> None:
+        entries = max(min(limit // smallest, _MOST_ENTRIES), found) + _SPARE
+        self.limit = limit
+        self._recency = np.zeros(entries, dtype=np.uint64)
+        self._sizes = np.zeros(entries, dtype=np.int64)
+        self._readers = np.zeros(entries, dtype=np.int32)
+        self._roots = np.zeros(entries, dtype=np.uint8)
+        self._names: list[bytes | None] = []
+        self._free: list[int] = []
+        self._slots: dict[bytes, int] = {}
+        self._storing: dict[bytes, int] = {}  # with the bytes reserved
+        self._leaving: dict[bytes, int] = {}  # with the slot
+        self._gone_since: set[bytes] | None = None  # during a scan
+        self._order = POLICIES[policy](self._recency)
+        self._used = 0
+        self._reserved = 0
+        self._now = 0
+        self._lock = threading.Lock()
+
+    # ---- reading -----------------------------------------------------------------------------------------------------
+
+    def __contains__(self, name: bytes) -> bool:
+        return name in self._slots
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    @property
+    def used(self) -> int:
+        return self._used
+
+    @property
+    def leaving(self) -> int:
+        return len(self._leaving)
+
+    def names(self) -> list[bytes]:
+        with self._lock:
+            return list(self._slots)
+
+    def stamps(self, count: int) -> range:
+        """Recency for a batch in root-to-tail order: descending, all above every earlier one."""
+        with self._lock:
+            self._now = max(self._now + count, time.time_ns())
+            return range(self._now, self._now - count, -1)
+
+    def begin_read(self, name: bytes) -> bool:
+        with self._lock:
+            slot = self._slots.get(name)
+            if slot is None:
+                return False
+            self._readers[slot] += 1
+            return True
+
+    def end_read(self, name: bytes) -> None:
+        """Also when it was removed meanwhile."""
+        with self._lock:
+            slot = self._slots.get(name, self._leaving.get(name, -1))
+            if slot >= 0 and self._readers[slot] > 0:
+                self._readers[slot] -= 1
+                self._order.released()
+
+    def touch(self, name: bytes, recency: int) -> None:
+        with self._lock:
+            slot = self._slots.get(name)
+            if slot is not None and recency > self._recency[slot]:
+                self._order.touch(*_one(slot, recency))
+                if self._order.records > 2 * len(self._slots):
+                    self._order.squeeze(len(self._slots))
+
+    # ---- storing -----------------------------------------------------------------------------------------------------
+
+    def begin_store(self, name: bytes) -> bool:
+        """False = the name belongs to somebody just now."""
+        with self._lock:
+            if name in self._storing or name in self._leaving:
+                return False
+            self._storing[name] = 0
+            return True
+
+    def reserve(self, name: bytes, size: int) -> int:
+        """0 = reserved for a name being stored; otherwise so many bytes must go first."""
+        with self._lock:
+            over = self._used + self._reserved + size - self.limit
+            if over > 0:
+                return over
+            if len(self._slots) + len(self._leaving) + len(self._storing) > len(self._recency):
+                return size  # as many names as this index can hold
+            self._reserved += size - self._storing[name]
+            self._storing[name] = size
+            return 0
+
+    def publish(self, name: bytes, root: int, size: int, recency: int) -> None:
+        """The file is there.  Ends the store."""
+        with self._lock:
+            self._reserved -= self._storing.pop(name, 0)
+            self._add(Found(name, root, size, recency))
+
+    def end_store(self, name: bytes) -> None:
+        """Whatever came of it; after `publish` this does nothing."""
+        with self._lock:
+            self._reserved -= self._storing.pop(name, 0)
+
+    def begin_scan(self) -> None:
+        """From here to `adopt`, remember what goes: a scan may have seen it before."""
+        with self._lock:
+            self._gone_since = set()
+
+    def adopt(self, found: Iterable[Found]) -> None:
+        """Files that are there already, in any order; none that our threads publish or remove meanwhile."""
+        now = time.time_ns()
+        with self._lock:
+            busy = self._storing.keys() | self._leaving.keys() | (self._gone_since or set())
+            for file in sorted(found, key=lambda file: file.recency):
+                if file.name not in busy:
+                    self._add(file._replace(recency=max(1, min(file.recency, now))))
+            self._gone_since = None
+
+    def _add(self, file: Found) -> None:
+        slot = self._slots.get(file.name)
+        if slot is None:
+            slot = self._free.pop() if self._free else len(self._names)
+            if slot >= len(self._recency):
+                return  # another process stores more than our limit allows; its files are nothing to us
+            if slot == len(self._names):
+                self._names.append(None)
+            self._names[slot], self._roots[slot], self._sizes[slot], self._readers[slot] = file.name, file.root, 0, 0
+            self._recency[slot] = 0
+            self._slots[file.name] = slot
+        self._used += file.size - int(self._sizes[slot])
+        self._sizes[slot] = file.size
+        if file.recency > self._recency[slot]:
+            self._order.touch(*_one(slot, file.recency))
+
+    def resize(self, name: bytes, size: int) -> None:
+        """What the medium says now."""
+        with self._lock:
+            slot = self._slots.get(name)
+            if slot is not None and self._sizes[slot] != size:
+                self._used += size - int(self._sizes[slot])
+                self._sizes[slot] = size
+
+    # ---- leaving -----------------------------------------------------------------------------------------------------
+
+    def take(self, name: bytes) -> bool:
+        """The caller will remove the file of a present name: then `gone`, or `restore`."""
+        with self._lock:
+            slot = self._slots.pop(name, None)
+            if slot is None:
+                return False
+            self._recency[slot] = 0
+            self._leaving[name] = slot
+            return True
+
+    def victims(self, size: int, root: int | None = None) -> list[Victim]:
+        """The least recent names that make up ``size`` bytes, taken as by `take`; fewer if others are being read."""
+        taken: list[Victim] = []
+        with self._lock:
+            while size > 0 and self._slots:
+                mean = max(1, self._used // (len(self._slots) + len(self._leaving)))
+                slots = self._order.pop(max(1, min(64, size // mean)), lambda slots: self._evictable(slots, root))
+                if not len(slots):
+                    break
+                for slot in slots.tolist():
+                    name = self._names[slot]
+                    assert name is not None
+                    del self._slots[name]
+                    self._leaving[name] = slot
+                    size -= int(self._sizes[slot])
+                    taken.append(Victim(name, int(self._roots[slot])))
+            self._order.released()  # those passed over are looked at again next time
+        return taken
+
+    def _evictable(self, slots: npt.NDArray[np.int64], root: int | None) -> npt.NDArray[np.bool_]:
+        free: npt.NDArray[np.bool_] = self._readers[slots] == 0
+        return free if root is None else free & (self._roots[slots] == root)
+
+    def gone(self, name: bytes) -> None:
+        with self._lock:
+            self._drop(name, self._leaving.pop(name))
+
+    def restore(self, name: bytes) -> None:
+        """It could not be removed; it is the most recent now, so that others are tried before it again."""
+        with self._lock:
+            slot = self._slots[name] = self._leaving.pop(name)
+            self._now = max(self._now + 1, time.time_ns())
+            self._order.touch(*_one(slot, self._now))
+
+    def forget(self, name: bytes, older_than: int | None = None) -> bool:
+        """The file vanished.  False = it was not known, or is as recent as ``older_than``."""
+        with self._lock:
+            slot = self._slots.get(name)
+            if slot is None or (older_than is not None and self._recency[slot] >= older_than):
+                return False
+            del self._slots[name]
+            self._drop(name, slot)
+            return True
+
+    def _drop(self, name: bytes, slot: int) -> None:
+        if self._gone_since is not None:
+            self._gone_since.add(name)
+        self._used -= int(self._sizes[slot])
+        self._recency[slot] = 0
+        self._sizes[slot] = 0
+        self._names[slot] = None
+        self._free.append(slot)
+
+    def check_integrity(self) -> None:
+        with self._lock:
+            slots = [*self._slots.values(), *self._leaving.values()]
+            total = int(self._sizes[slots].sum()) if slots else 0
+            reserved = sum(self._storing.values())
+            if total != self._used or reserved != self._reserved:
+                raise AssertionError(f"used {self._used} of {total}, reserved {self._reserved} of {reserved} bytes")
+            if len(slots) + len(self._free) != len(self._names):
+                raise AssertionError(f"{len(slots)} slots and {len(self._free)} free are not {len(self._names)}")
+            if set(self._order.members().tolist()) != set(self._slots.values()):
+                raise AssertionError("the order of eviction and the names differ")
+
+
+def _one(slot: int, recency: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
+    return np.array([slot], dtype=np.int64), np.array([recency], dtype=np.uint64)

@@ -1,0 +1,128 @@
+"""Records to and from files: one vectored call each way, header page and payload together.
+
+    file = [ header page, 4096: the record header, zeros ][ payload ][ zeros up to a multiple of 4096 ]
+
+Everything is a multiple of 4096 bytes, and so are the arena's views, so with O_DIRECT payloads move between the medium
+and the arena without a copy; only the last, partial page goes through a page of our own.  A view that is not aligned is
+read or written through the page cache instead.
+
+`FileIO` has every system call that can fail in an interesting way, so that tests can make them fail.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import threading
+
+import numpy as np
+
+from kvkeep.l2.record import HEADER_BYTES
+
+PAGE = 4096
+_NOTHING = bytes(PAGE)
+_OPEN = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a fifo under one of our names must not block us
+
+
+class FileIO:
+    """The system calls.  They raise OSError; transfers may be short."""
+
+    def open(self, path: str, flags: int, *, dir_fd: int) -> int:
+        return os.open(path, flags | _OPEN, 0o600, dir_fd=dir_fd)
+
+    def writev(self, fd: int, buffers: list[memoryview], offset: int) -> int:
+        return os.pwritev(fd, buffers, offset)
+
+    def readv(self, fd: int, buffers: list[memoryview], offset: int) -> int:
+        return os.preadv(fd, buffers, offset)
+
+    def sync_data(self, fd: int) -> None:
+        os.fdatasync(fd)
+
+    def sync(self, fd: int) -> None:
+        os.fsync(fd)
+
+    def link(self, fd: int, path: str, *, dir_fd: int) -> None:
+        """Give an unnamed file its name; FileExistsError if it is taken.
+
+        Without a src_dir_fd Python calls link(2), which does not follow /proc/self/fd and fails with EXDEV."""
+        os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=dir_fd, dst_dir_fd=dir_fd, follow_symlinks=True)
+
+    def rename(self, source: str, target: str, *, source_fd: int, target_fd: int) -> None:
+        os.rename(source, target, src_dir_fd=source_fd, dst_dir_fd=target_fd)
+
+    def unlink(self, path: str, *, dir_fd: int) -> None:
+        os.unlink(path, dir_fd=dir_fd)
+
+
+class _Pages(threading.local):
+    """A header page and a tail page per thread."""
+
+    def __init__(self) -> None:
+        memory = memoryview(mmap.mmap(-1, 2 * PAGE))
+        self.header, self.tail = memory[:PAGE], memory[PAGE:]
+
+
+_pages = _Pages()
+
+
+def file_bytes(payload_bytes: int) -> int:
+    return PAGE + -(-payload_bytes // PAGE) * PAGE
+
+
+def aligned(view: memoryview) -> bool:
+    return len(view) > 0 and int(np.frombuffer(view, np.uint8).__array_interface__["data"][0]) % PAGE == 0
+
+
+def write_record(io: FileIO, fd: int, header: bytes, payload: memoryview) -> None:
+    """The whole record or OSError; a medium that takes less than it was given answers EIO in the end."""
+    pages = _pages
+    pages.header[:HEADER_BYTES] = header  # the rest of the page is zeros and stays so
+    whole = len(payload) // PAGE * PAGE
+    buffers = [pages.header, payload[:whole]] if whole else [pages.header]
+    if rest := len(payload) - whole:
+        pages.tail[:rest] = payload[whole:]
+        pages.tail[rest:] = _NOTHING[rest:]
+        buffers.append(pages.tail)
+    offset, total = 0, file_bytes(len(payload))
+    while True:
+        done = io.writev(fd, buffers, offset)
+        offset += done
+        if offset >= total:
+            return
+        if done <= 0 or offset % 512:
+            raise OSError(errno.EIO, f"short write: {offset} of {total} bytes")
+        buffers = _after(buffers, done)
+
+
+def read_record(io: FileIO, fd: int, into: memoryview) -> memoryview | None:
+    """Fills ``into`` and gives this thread's header page, valid until its next call; None = the file is too short."""
+    pages = _pages
+    whole = len(into) // PAGE * PAGE
+    buffers = [pages.header, into[:whole]] if whole else [pages.header]
+    if rest := len(into) - whole:
+        buffers.append(pages.tail)
+    offset, total = 0, file_bytes(len(into))
+    try:
+        while offset < total:
+            done = io.readv(fd, buffers, offset)
+            if done <= 0:
+                return None
+            offset += done
+            if offset < total:
+                buffers = _after(buffers, done)
+        if rest:
+            into[whole:] = pages.tail[:rest]
+        return memoryview(bytes(pages.header[:HEADER_BYTES]))
+    finally:
+        pages.header[:] = _NOTHING
+
+
+def _after(buffers: list[memoryview], done: int) -> list[memoryview]:
+    rest = []
+    for buffer in buffers:
+        if done < len(buffer):
+            rest.append(buffer[done:])
+        done = max(0, done - len(buffer))
+    return rest

@@ -1,0 +1,105 @@
+"""Configurations are read strictly, and third parties' adapters are found."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from kvkeep.l2 import adapter_types, create_adapter
+from kvkeep.l2.adapter import AdapterError
+from kvkeep.l2.fs import FsAdapter
+from kvkeep.l2.mock import MockAdapter
+
+
+class Theirs(MockAdapter):
+    """An adapter that somebody else wrote."""
+
+    def __init__(self, config: Mapping[str, object]) -> None:
+        super().__init__({"type": "mock"})
+        self.config = config
+
+
+def refusal(config: object) -> str:
+    with pytest.raises(AdapterError) as caught:
+        create_adapter(config)  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+def test_a_type_makes_its_adapter(tmp_path: Path) -> None:
+    assert isinstance(create_adapter({"type": "fs", "base_path": str(tmp_path)}), FsAdapter)
+    assert isinstance(create_adapter({"type": "mock"}), MockAdapter)
+    inner = {"type": "fault_inject", "inner": {"type": "mock"}, "faults": []}
+    assert create_adapter(inner).type_name == "fault_inject"
+    assert {"fs", "raw_block", "mock", "fault_inject", "plugin"} <= set(adapter_types())
+
+
+def test_a_mistyped_type_is_answered_with_the_nearest() -> None:
+    assert "did you mean 'raw_block'" in refusal({"type": "rawblock"})
+    assert "fs" in refusal({"type": "zzz"})
+    assert "'type'" in refusal({"base_path": "/x"})
+    assert "object" in refusal(["fs"])
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("capacity_bg", 1, "did you mean 'capacity_gb'"),
+        ("capacity_gb", 0, "above 0"),
+        ("capacity_gb", "10", "a number"),
+        ("capacity_gb", float("nan"), "a number"),
+        ("fsync", "dta", "did you mean 'data'"),
+        ("direct_io", True, "auto, on, off"),
+        ("shared", "yes", "true or false"),
+        ("io_threads", 0, "from 1 to 256"),
+        ("eviction", {"eviction_policy": "LRV"}, "did you mean 'LRU'"),
+        ("eviction", {"triger_watermark": 0.9}, "did you mean 'trigger_watermark'"),
+        ("eviction", {"trigger_watermark": 1.5}, "at most 1"),
+        ("eviction", "LRU", "an object"),
+        ("base_path", [], "a directory"),
+        ("base_path", 7, "a directory"),
+    ],
+)
+def test_a_wrong_option_is_one_sentence_with_value_and_fix(
+    tmp_path: Path, option: str, value: object, says: str
+) -> None:
+    sentence = refusal({"type": "fs", "base_path": str(tmp_path), option: value})
+    assert says in sentence
+    assert "\n" not in sentence
+
+
+def test_a_missing_path_is_said() -> None:
+    assert "'base_path' is missing" in refusal({"type": "fs"})
+
+
+def test_a_class_of_ones_own_is_loaded_from_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("kvk_test_theirs")
+    module.Theirs = Theirs  # type: ignore[attr-defined]
+    module.Other = dict  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "kvk_test_theirs", module)
+    config = {"type": "plugin", "module_path": "kvk_test_theirs", "class_name": "Theirs", "anything": 1}
+    made = create_adapter(config)
+    assert isinstance(made, Theirs)
+    assert made.config == config
+    assert "does not load" in refusal({**config, "class_name": "Nothing"})
+    assert "does not load" in refusal({**config, "module_path": "kvk_test_no_such_module"})
+    assert "derived from" in refusal({**config, "class_name": "Other"})
+    assert "plugin" in refusal({**config, "type": "fs"})
+
+
+def test_an_installed_package_adds_a_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = importlib.metadata.EntryPoint("theirs", f"{__name__}:Theirs", "kvkeep.l2_adapters")
+    broken = importlib.metadata.EntryPoint("broken", "kvk_test_no_such_module:X", "kvkeep.l2_adapters")
+    module = ModuleType(__name__)
+    module.Theirs = Theirs  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, __name__, module)
+    monkeypatch.setattr(
+        importlib.metadata, "entry_points", lambda group: [entry, broken] if group == "kvkeep.l2_adapters" else []
+    )
+    assert isinstance(create_adapter({"type": "theirs"}), Theirs)
+    assert "does not load" in refusal({"type": "broken"})
+    assert "theirs" in refusal({"type": "nothing"})
