@@ -227,6 +227,7 @@ class Mover:
         if isinstance(message, j.Ready):
             self.type_name, self.usage = message.type_name, message.usage
             self.phase, self._trouble = Phase.SERVING, ""
+            self.child.proved()
             self.breaker.reset()
             log.info("%s (%s) serves: %d objects, %d bytes", self.name, self.label, *_of(message.usage))
             self.on_serving(self)
