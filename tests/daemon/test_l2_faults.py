@@ -80,12 +80,16 @@ class Load:
 
 
 def strike(kv: Client, rng: random.Random, rounds: int) -> None:
-    """Kill or stop the mover at random points: while it starts, opens, loads, stores."""
-    last = 0
+    """Kill or stop movers at random points: while they start, open, load, store."""
+    struck = {0}
     for _ in range(rounds):
-        eventually(lambda last=last: row(kv)["pid"] not in (0, last), 60)
+        eventually(lambda: {r["pid"] for r in kv.stats()["l2"]} - struck, 60)
         time.sleep(rng.random() * 0.5)
-        pid = last = row(kv)["pid"]
+        pids = {r["pid"] for r in kv.stats()["l2"]} - struck
+        if not pids:
+            continue
+        pid = rng.choice(sorted(pids))
+        struck.add(pid)
         kind = rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP])
         try:
             os.kill(pid, kind)
@@ -98,27 +102,24 @@ def strike(kv: Client, rng: random.Random, rounds: int) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 def test_killed_and_stopped_movers_under_load(make_daemon: Make, tmp_path: Path, seed: int) -> None:
-    daemon = make_daemon(fs(tmp_path), l1_mib=16)
+    daemon = make_daemon(adapter(type="mock", capacity_gb=0.01), fs(tmp_path), l1_mib=16)
     rng = random.Random(seed)
     with attach(daemon) as kv:
         loads = [Load(daemon, number, seed) for number in range(2)]
-        strike(kv, rng, 20)
+        strike(kv, rng, 24)
         for load in loads:
             load.end()
         assert sum(load.hits for load in loads) > 0
-        eventually(lambda: row(kv)["phase"] == "serving" and row(kv)["breaker"] == "closed", 60)
+        eventually(lambda: all(r["phase"] == "serving" and r["breaker"] == "closed" for r in kv.stats()["l2"]), 90)
         at_rest(kv)
-        assert row(kv)["restarts"] >= 20
-        keys = chain(999_999, 10)
-        ns = register(kv)
+        assert sum(r["restarts"] for r in kv.stats()["l2"]) >= 20
+        ns, keys = register(kv), chain(999_999, 10)
         store(kv, ns, keys)
-        before = row(kv)["chunks_loaded"]
-        eventually(lambda: row(kv)["bytes_queued"] == 0 and row(kv)["jobs"] == 0, 30)
+        eventually(lambda: all(r["bytes_queued"] == r["jobs"] == 0 for r in kv.stats()["l2"]), 60)
         kv.delete(ns, keys)
         assert read(kv, ns, keys) == 10, "L2 works again"
-        assert row(kv)["chunks_loaded"] == before + 10
         at_rest(kv)
 
 
