@@ -1,8 +1,8 @@
 """A circuit breaker: after some failures in a row a medium is left alone, and asked by a probe whether it works again.
 
-    CLOSED --FAILURES failures in a row--> OPEN --pause over: probe()--> HALF_OPEN --it worked--> CLOSED
-                                             ^                              |
-                                             +--it failed, pause doubled----+
+CLOSED --FAILURES failures in a row--> OPEN --pause over: probe()--> HALF_OPEN --it worked--> CLOSED
+                                         ^                              |
+                                         +--it failed, pause doubled----+
 """
 
 from __future__ import annotations

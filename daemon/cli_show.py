@@ -42,7 +42,19 @@ def status(document: Mapping[str, Any], run_dir: str, url: str) -> Iterator[str]
     if adapters:
         yield ""
         yield f"{len(adapters)} L2 adapters"
-        columns = ("name", "type", "state", "used", "limit", "objects", "stored", "loaded", "queued", "shed", "failures")
+        columns = (
+            "name",
+            "type",
+            "state",
+            "used",
+            "limit",
+            "objects",
+            "stored",
+            "loaded",
+            "queued",
+            "shed",
+            "failures",
+        )
         yield from table(columns, [_adapter(row) for row in adapters])
     clients = d.get("clients", [])
     yield ""

@@ -178,4 +178,3 @@ class L2:
 def _identity(adapter: dict[str, Any]) -> dict[str, Any]:
     """Of a configuration, what says which medium it is; the rest may change without the bytes being others."""
     return {key: value for key, value in adapter.items() if key not in ("threads", "eviction")}
-

@@ -279,7 +279,9 @@ class Mover:
 
     def _fault(self, now: float) -> None:
         if self.breaker.failure(now):
-            log.warning("%s (%s): left alone after failures in a row, the last: %s", self.name, self.label, self._fault_text)
+            log.warning(
+                "%s (%s): left alone after failures in a row, the last: %s", self.name, self.label, self._fault_text
+            )
 
     @property
     def _fault_text(self) -> str:

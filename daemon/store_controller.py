@@ -127,9 +127,7 @@ class StoreController:
     def _part(self, entries: I64) -> Part:
         table = self.arena.table
         first = entries[0]
-        return Part(
-            entries, table.generation[entries], int(table.extent_bytes[first]), int(table.namespace[first])
-        )
+        return Part(entries, table.generation[entries], int(table.extent_bytes[first]), int(table.namespace[first]))
 
     def step(self, now: float) -> bool:
         """One bounded piece of work.  True = there is more to do at once."""

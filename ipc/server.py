@@ -150,6 +150,6 @@ class RpcServer:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path + CLOSED)
         self.socket.disable_monitor()
-        self.monitor.close(0)  # the context waits for every socket to be closed
+        self.monitor.close(0)  # or the term below would wait for it
         self.socket.close(0)
         self._context.term()

@@ -7,8 +7,8 @@
     store:  reserve bytes (evict) ─► unnamed file ─► header + payload ─► fsync ─► name it ─► known
     load:   known ─► open ─► header page + payload, into the arena ─► verify header, key, length, checksum ─► recent
 
-Names and ownership are in `fs_root`, bytes in `fs_io` and `fs_objects`, accounts in `fs_index`; here is the order of
-things.  Invariants:
+Names and ownership are in `fs_root`, bytes in `fs_io` and `fs_objects`, accounts in `fs_index`, eviction in `fs_room`;
+here is the order of things.  Invariants:
 
 * the medium never holds more than ``capacity_gb`` (default: 80 % of what is free or ours), counted in blocks, also
   right after a restart: `open` looks at every file before the first store;
@@ -30,24 +30,23 @@ import os
 import stat
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from kvkeep.l2.adapter import MISS, OK, Adapter, AdapterError, Key, Listing, Outcome, Result, Usage
-from kvkeep.l2.fs_index import CapacityIndex, Found, Victim
+from kvkeep.l2.fs_index import NAME_BYTES, CapacityIndex
 from kvkeep.l2.fs_io import PAGE, FileIO, file_bytes
-from kvkeep.l2.fs_objects import GONE, NOT_OURS, ObjectFiles
-from kvkeep.l2.fs_root import FOLDERS, NAME_BYTES, Root
+from kvkeep.l2.fs_objects import ObjectFiles
+from kvkeep.l2.fs_room import Eviction, Room, scan
+from kvkeep.l2.fs_root import Root
+from kvkeep.l2.fs_tally import FULL, GONE, NOT_OURS, Tally
 from kvkeep.l2.options import Options
-from kvkeep.shm.recency import POLICIES
+from kvkeep.shm.policies import POLICIES
 
 FREE_SHARE = 0.8  # of what is free or ours, when no capacity is given
-RESCAN_S = 10.0  # shared mode; longer if a scan takes long
 _METADATA = 2 * PAGE  # blocks that a file system may add to a file for its extents
-_PATIENCE_S = 5.0
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_CLOSE_S = 30.0
 _CLOSED = Result(Outcome.UNAVAILABLE, detail="the adapter is closed")
 
 log = logging.getLogger("kvkeep.l2.fs")
@@ -78,22 +77,28 @@ class FsAdapter(Adapter):
         self._shared = options.flag("shared", False)
         self._io_threads = options.count("io_threads", 4, least=1, most=256)
         eviction = Options("fs: eviction", options.table("eviction"), ignore=())
-        self._policy = eviction.choice("eviction_policy", "LRU", POLICIES)
-        self._watermark = eviction.number("trigger_watermark", 0.95, most=1.0, above=0)
-        self._ratio = eviction.number("eviction_ratio", 0.05, most=1.0, above=0)
+        self._eviction = Eviction(
+            eviction.choice("eviction_policy", "LRU", POLICIES),
+            eviction.number("trigger_watermark", 0.95, most=1.0, above=0),
+            eviction.number("eviction_ratio", 0.05, most=1.0, above=0),
+        )
         eviction.done()
         options.done()
-        self.counters: Counter[str] = Counter()
-        self._state = threading.Condition()
+        self._tally = Tally()
+        self._count = self._tally.count
+        self.counters = self._tally.counters
         io = io or FileIO()
-        self._files = ObjectFiles(io, self._fsync, self._count)
-        self._roots = [Root(os.path.abspath(path), number, io, self._count) for number, path in enumerate(paths)]
-        self._index = CapacityIndex(self._policy, 0, 1)
+        self._files = ObjectFiles(io, self._fsync, self._tally)
+        self._roots = [Root(os.path.abspath(path), number, io, self._tally) for number, path in enumerate(paths)]
+        self._set_room(CapacityIndex(self._eviction.policy, 0, 1))
+        self._state = threading.Condition()
         self._running = 0
         self._is_open = False
-        self._wake = threading.Event()
         self._pool: ThreadPoolExecutor | None = None
-        self._janitor: threading.Thread | None = None
+
+    def _set_room(self, index: CapacityIndex) -> None:
+        self._index = index
+        self._room = Room(self._roots, index, self._eviction, self._shared, self._tally)
 
     # ---- open and close ----------------------------------------------------------------------------------------------
 
@@ -102,24 +107,26 @@ class FsAdapter(Adapter):
         try:
             for root in self._roots:
                 root.claim(self._shared)
-            found = self._scan()
+            found = scan(self._roots)
             held = sum(file.size for file in found)
             limit = self._limit(held)
-            self._index = CapacityIndex(self._policy, limit, 2 * PAGE, len(found))
+            self._set_room(CapacityIndex(self._eviction.policy, limit, 2 * PAGE, len(found)))
             self._index.adopt(found)
             for root in self._roots:
                 root.direct = self._probe(root)
-        except BaseException:
+            if (over := self._index.used - limit) > 0:
+                self._room.evict(over)
+        except BaseException as error:
             for root in self._roots:
                 root.release()
+            if isinstance(error, OSError):
+                raise AdapterError(
+                    f"fs: {self._roots[0].path} cannot be read ({error.strerror}); check the disk"
+                ) from error
             raise
-        if (over := self._index.used - limit) > 0:
-            self._evict(over)
         self._pool = ThreadPoolExecutor(self._io_threads, "kvkeep-fs")
         self._is_open = True
-        self._wake.clear()
-        self._janitor = threading.Thread(target=self._clean, name="kvkeep-fs-janitor", daemon=True)
-        self._janitor.start()
+        self._room.start()
         log.info(
             "fs: %s open: %d objects, %.2f of at most %.2f GiB%s, O_DIRECT %s, %.2f s",
             ", ".join(root.path for root in self._roots),
@@ -130,11 +137,6 @@ class FsAdapter(Adapter):
             "/".join("on" if root.direct else "off" for root in self._roots),
             time.monotonic() - started,
         )
-
-    def _scan(self) -> builtins.list[Found]:
-        work = [(root, folder) for root in self._roots for folder in FOLDERS]
-        with ThreadPoolExecutor(self._io_threads) as pool:
-            return [file for files in pool.map(lambda one: one[0].scan(one[1]), work) for file in files]
 
     def _limit(self, held: int) -> int:
         free = sum(dict(root.free_bytes() for root in self._roots).values())
@@ -155,7 +157,7 @@ class FsAdapter(Adapter):
                 root.probe(direct)
                 return direct
             except OSError as error:
-                if error.errno in _FULL:
+                if error.errno in FULL:
                     self._count("probe_without_space")
                     return direct
                 if direct and self._direct_io == "auto":
@@ -174,11 +176,8 @@ class FsAdapter(Adapter):
             was, self._is_open = self._is_open, False
             if not was:
                 return
-            quiet = self._state.wait_for(lambda: not self._running, timeout=30)
-        self._wake.set()
-        if self._janitor is not None:
-            self._janitor.join(30)
-            quiet = quiet and not self._janitor.is_alive()
+            quiet = self._state.wait_for(lambda: not self._running, timeout=_CLOSE_S)
+        quiet = self._room.stop(_CLOSE_S) and quiet
         if self._pool is not None:
             self._pool.shutdown(wait=quiet)
         if quiet:  # else a call hangs in the medium, and its descriptors must not become someone else's
@@ -191,15 +190,22 @@ class FsAdapter(Adapter):
         return self._each(lambda at: self._lookup(keys[at]), len(keys), False, spread=False)
 
     def store(self, items: Sequence[tuple[Key, memoryview, int]]) -> builtins.list[Result]:
-        stamps = self._index.stamps(len(items))
-        results = self._each(lambda at: self._store(*items[at], stamps[at]), len(items), _CLOSED)
-        if self._index.used > self._watermark * self._index.limit:
-            self._wake.set()
+        times = self._index.times(len(items))
+        results = self._each(lambda at: self._store(*items[at], times[at]), len(items), _CLOSED)
+        self._used([item[0] for item in items], times, results, read=False)
+        self._room.stored()
         return results
 
     def load(self, items: Sequence[tuple[Key, memoryview]]) -> builtins.list[Result]:
-        stamps = self._index.stamps(len(items))
-        return self._each(lambda at: self._load(*items[at], stamps[at]), len(items), _CLOSED)
+        times = self._index.times(len(items))
+        results = self._each(lambda at: self._load(*items[at], times[at]), len(items), _CLOSED)
+        self._used([item[0] for item in items], times, results, read=True)
+        return results
+
+    def _used(self, keys: Sequence[Key], times: range, results: Sequence[Result], read: bool) -> None:
+        """The whole batch at once: however its items were spread, the order is that of the chain."""
+        good = [at for at, result in enumerate(results) if result.outcome == Outcome.OK]
+        self._index.touch([self._place(keys[at])[1] for at in good], [times[at] for at in good], read=read)
 
     def delete(self, keys: Sequence[Key]) -> int:
         keys = list(dict.fromkeys(keys))
@@ -243,17 +249,6 @@ class FsAdapter(Adapter):
             return self._roots[0], self._roots[0].name(key)
         return max(((root, root.name(key)) for root in self._roots), key=lambda place: place[1][-8:])
 
-    def _count(self, name: str, by: int = 1) -> None:
-        with self._state:
-            self.counters[name] += by
-
-    def _failed(self, what: str, root: Root, error: OSError) -> Result:
-        code = error.errno or errno.EIO
-        self._count(f"{what}_failed")
-        self._count(f"errno_{errno.errorcode.get(code, str(code))}")
-        outcome = Outcome.NO_SPACE if code in _FULL else Outcome.IO_ERROR
-        return Result(outcome, code, f"{what} in {root.path}: {error.strerror}")
-
     # ---- lookup and load ---------------------------------------------------------------------------------------------
 
     def _lookup(self, key: Key) -> bool:
@@ -272,24 +267,23 @@ class FsAdapter(Adapter):
         if self._index.forget(name):
             self._count("vanished")
 
-    def _load(self, key: Key, into: memoryview, stamp: int) -> Result:
+    def _load(self, key: Key, into: memoryview, used_ns: int) -> Result:
         root, name = self._place(key)
         known = self._index.begin_read(name)
         if not known and not self._shared:
             self._count("missed")
             return MISS
         try:
-            seen = self._files.read(root, name, key, into, stamp)
+            seen = self._files.read(root, name, key, into, used_ns)
             if not seen.valid:
                 self._count("corrupt")
-                log.warning("fs: %s in %s did not verify and is removed", name.hex(), root.path)
-                self._remove(root, name, seen.inode)
+                self._tally.complain(f"{name.hex()} in {root.path} did not verify and is removed")
+                self._room.remove(root, name, seen.identity)
                 return Result(Outcome.CORRUPT, detail="the object did not verify and is removed")
             if seen.length != len(into):
                 self._count("wrong_length")
                 return Result(Outcome.MISS, detail=f"{seen.length} bytes are stored, {len(into)} were asked for")
             self._index.resize(name, seen.size)
-            self._index.touch(name, stamp)
             self._count("loaded")
             return OK
         except OSError as error:
@@ -301,14 +295,14 @@ class FsAdapter(Adapter):
                 self._index.forget(name)
                 self._count("foreign_files")
                 return MISS
-            return self._failed("load", root, error)
+            return self._tally.failed("load", root.path, error)
         finally:
             if known:
                 self._index.end_read(name)
 
     # ---- store -------------------------------------------------------------------------------------------------------
 
-    def _store(self, key: Key, payload: memoryview, checksum: int, stamp: int) -> Result:
+    def _store(self, key: Key, payload: memoryview, checksum: int, used_ns: int) -> Result:
         root, name = self._place(key)
         size = file_bytes(len(payload))
         if size > self._index.limit:
@@ -321,139 +315,52 @@ class FsAdapter(Adapter):
             return Result(Outcome.IO_ERROR, errno.EINVAL, "an object without payload")
         mine = False
         try:
-            if self._present(root, name, stamp):
+            if self._present(root, name, used_ns):
                 return OK
             mine = self._index.begin_store(name)
             if not mine:
                 self._count("busy")
                 return Result(Outcome.BUSY)
-            if self._present(root, name, stamp):  # somebody else has just finished
+            if self._present(root, name, used_ns):  # somebody else has just finished
                 return OK
-            if not self._reserve(name, min(size + _METADATA, self._index.limit)):
+            if not self._room.reserve(name, min(size + _METADATA, self._index.limit)):
                 self._count("no_space")
                 return Result(Outcome.NO_SPACE, detail="the limit is reached and nothing can be evicted")
             try:
-                size = self._files.write(root, name, key, payload, checksum, stamp)
+                size = self._files.write(root, name, key, payload, checksum, used_ns)
             except OSError as error:
-                if error.errno not in _FULL or not self._evict(2 * size, root):
+                if error.errno not in FULL or not self._room.evict(2 * size, root):
                     raise
                 self._count("evicted_for_full_disk")
-                size = self._files.write(root, name, key, payload, checksum, stamp)
-            self._index.publish(name, root.number, size, stamp)
+                size = self._files.write(root, name, key, payload, checksum, used_ns)
+            self._index.publish(name, root.number, size, used_ns)
             self._count("stored")
             return OK
         except OSError as error:
-            return self._failed("store", root, error)
+            return self._tally.failed("store", root.path, error)
         finally:
             if mine:
                 self._index.end_store(name)
 
-    def _present(self, root: Root, name: bytes, stamp: int) -> bool:
+    def _present(self, root: Root, name: bytes, used_ns: int) -> bool:
         if name not in self._index:
             return False
         try:
-            root.set_recency(name, stamp)
+            root.set_used(name, used_ns)
         except OSError as error:
             if error.errno not in GONE:
                 raise
             self._vanished(name)
             return False
-        self._index.touch(name, stamp)
         self._count("present")
         return True
 
-    def _reserve(self, name: bytes, size: int) -> bool:
-        patience = time.monotonic() + _PATIENCE_S
-        while (over := self._index.reserve(name, size)) > 0:
-            if not self._evict(over):
-                if not self._index.leaving or time.monotonic() > patience:
-                    return False
-                time.sleep(0.001)  # another thread is making room
-        return True
-
-    # ---- removing ----------------------------------------------------------------------------------------------------
+    # ---- delete and list ---------------------------------------------------------------------------------------------
 
     def _delete(self, key: Key) -> bool:
-        root, name = self._place(key)
-        removed = self._remove(root, name)
+        removed = self._room.remove(*self._place(key))
         self._count("deleted", removed)
         return removed
-
-    def _remove(self, root: Root, name: bytes, inode: int | None = None) -> bool:
-        """``inode``: only if it is still this file."""
-        known = self._index.take(name)
-        if not known and not self._shared:
-            return False
-        try:
-            if inode is not None and root.stat(name).st_ino != inode:
-                raise FileExistsError(errno.EEXIST, "another file by now")
-            root.unlink(name)
-        except OSError as error:
-            if error.errno not in GONE:
-                if known:
-                    self._index.restore(name)
-                if error.errno != errno.EEXIST:
-                    self._failed("remove", root, error)
-                return False
-            if known:
-                self._index.gone(name)
-            return False
-        if known:
-            self._index.gone(name)
-        return True
-
-    def _evict(self, size: int, root: Root | None = None) -> int:
-        """How many objects went; 0 = none can."""
-        victims = self._index.victims(size, None if root is None else root.number)
-        gone = sum(self._evict_one(victim) for victim in victims)
-        self._count("evicted", gone)
-        return gone
-
-    def _evict_one(self, victim: Victim) -> bool:
-        root = self._roots[victim.root]
-        try:
-            root.unlink(victim.name)
-        except OSError as error:
-            if error.errno not in GONE:
-                self._failed("remove", root, error)
-                self._index.restore(victim.name)
-                return False
-        self._index.gone(victim.name)
-        return True
-
-    def _clean(self) -> None:
-        """The janitor: frees some room ahead of need; looks for the others' files where the roots are shared."""
-        pause = due = None
-        if self._shared:
-            pause, due = RESCAN_S, time.monotonic() + RESCAN_S
-        while True:
-            self._wake.wait(pause)
-            self._wake.clear()
-            if not self._is_open:
-                return
-            try:
-                if due is not None and (started := time.monotonic()) >= due:
-                    self.rescan()
-                    pause = max(RESCAN_S, 20 * (time.monotonic() - started))
-                    due = time.monotonic() + pause
-                if self._index.used > self._watermark * self._index.limit:
-                    self._evict(int(self._ratio * self._index.limit))
-            except Exception:
-                self._count("janitor_failed")
-                log.exception("fs: the janitor stumbled")
-
-    def rescan(self) -> None:
-        """Make the index say what is in the directories now.  Names stored since it began are left alone."""
-        began = self._index.stamps(1)[0]
-        self._index.begin_scan()
-        found = self._scan()
-        there = {file.name for file in found}
-        for name in self._index.names():
-            if name not in there:
-                self._index.forget(name, older_than=began)
-        self._index.adopt(found)
-
-    # ---- listing -----------------------------------------------------------------------------------------------------
 
     def _list(self, cursor: bytes, limit: int) -> Listing:
         """Cursor: number of the root, name of the last object.  From the directories: they are the truth."""
@@ -462,7 +369,7 @@ class FsAdapter(Adapter):
         for root in self._roots[number:]:
             last = after
             for name in root.names_from(after[0] if after else 0, after):
-                if len(objects) >= limit:
+                if len(objects) >= max(1, limit):
                     return Listing(objects, bytes([root.number]) + last)
                 last = name
                 header = self._files.header(root, name)

@@ -9,21 +9,25 @@ Bytes are reserved before they are written and counted until they are gone from 
 ``used + reserved <= limit`` at every moment, and the medium never holds more.  A name that is being stored or is
 leaving belongs to one thread; everybody else is told BUSY.  Names with readers are not evicted.
 
-Recency is a time in ns, never given twice; the files keep it as their mtime, so a restart knows the order.
+The order belongs to a policy object of `kvkeep.shm.policies`, whose time is the number of touches.  Beside that each
+name has the time of its last use in ns, never given twice, which the file keeps as its mtime: from that a restart knows
+the order.  A batch is a chain from root to tail, so its last item counts as its oldest.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvkeep.shm.recency import POLICIES
+from kvkeep.shm.policies import POLICIES
+from kvkeep.shm.recency import Clock
 
+NAME_BYTES = 20
 _SPARE = 1024  # entries beyond what the limit allows; the arrays are virtual memory until they are used
 _MOST_ENTRIES = 1 << 24
 
@@ -34,7 +38,7 @@ class Found(NamedTuple):
     name: bytes
     root: int
     size: int  # on the medium
-    recency: int
+    used_ns: int  # mtime
 
 
 class Victim(NamedTuple):
@@ -48,17 +52,20 @@ class CapacityIndex:
     def __init__(self, policy: str, limit: int, smallest: int, found: int = 0) -> None:
         entries = max(min(limit // smallest, _MOST_ENTRIES), found) + _SPARE
         self.limit = limit
-        self._recency = np.zeros(entries, dtype=np.uint64)
+        self._recency = np.zeros(entries, dtype=np.uint64)  # the order's
+        self._keys = np.zeros((entries, 4), dtype=np.uint64)  # the names, for the order's ghosts, and back from a slot
+        self._times = np.zeros(entries, dtype=np.int64)
         self._sizes = np.zeros(entries, dtype=np.int64)
         self._readers = np.zeros(entries, dtype=np.int32)
         self._roots = np.zeros(entries, dtype=np.uint8)
-        self._names: list[bytes | None] = []
+        self._slots_used = 0
         self._free: list[int] = []
         self._slots: dict[bytes, int] = {}
         self._storing: dict[bytes, int] = {}  # with the bytes reserved
         self._leaving: dict[bytes, int] = {}  # with the slot
         self._gone_since: set[bytes] | None = None  # during a scan
-        self._order = POLICIES[policy](self._recency)
+        self._order = POLICIES[policy](self._recency, self._keys)
+        self._clock = Clock()
         self._used = 0
         self._reserved = 0
         self._now = 0
@@ -84,8 +91,8 @@ class CapacityIndex:
         with self._lock:
             return list(self._slots)
 
-    def stamps(self, count: int) -> range:
-        """Recency for a batch in root-to-tail order: descending, all above every earlier one."""
+    def times(self, count: int) -> range:
+        """For a batch in root-to-tail order: descending, all above every earlier one."""
         with self._lock:
             self._now = max(self._now + count, time.time_ns())
             return range(self._now, self._now - count, -1)
@@ -106,13 +113,18 @@ class CapacityIndex:
                 self._readers[slot] -= 1
                 self._order.released()
 
-    def touch(self, name: bytes, recency: int) -> None:
+    def touch(self, names: Sequence[bytes], times: Sequence[int], *, read: bool) -> None:
+        """A chain, root to tail, was read or stored."""
         with self._lock:
-            slot = self._slots.get(name)
-            if slot is not None and recency > self._recency[slot]:
-                self._order.touch(*_one(slot, recency))
-                if self._order.records > 2 * len(self._slots):
-                    self._order.squeeze(len(self._slots))
+            slots = []
+            for name, used_ns in zip(names, times, strict=True):
+                slot = self._slots.get(name)
+                if slot is not None:
+                    self._times[slot] = max(used_ns, int(self._times[slot]))
+                    slots.append(slot)
+            if slots:
+                self._order.touch(np.array(slots, dtype=np.int64), self._clock.stamps(len(slots)), read=read)
+                self._order.squeeze(len(self._slots))
 
     # ---- storing -----------------------------------------------------------------------------------------------------
 
@@ -136,11 +148,13 @@ class CapacityIndex:
             self._storing[name] = size
             return 0
 
-    def publish(self, name: bytes, root: int, size: int, recency: int) -> None:
+    def publish(self, name: bytes, root: int, size: int, used_ns: int) -> None:
         """The file is there.  Ends the store."""
         with self._lock:
             self._reserved -= self._storing.pop(name, 0)
-            self._add(Found(name, root, size, recency))
+            slot = self._enter(Found(name, root, size, used_ns))
+            if slot >= 0:
+                self._order.touch(np.array([slot], dtype=np.int64), self._clock.stamps(1), read=False)
 
     def end_store(self, name: bytes) -> None:
         """Whatever came of it; after `publish` this does nothing."""
@@ -157,26 +171,35 @@ class CapacityIndex:
         now = time.time_ns()
         with self._lock:
             busy = self._storing.keys() | self._leaving.keys() | (self._gone_since or set())
-            for file in sorted(found, key=lambda file: file.recency):
-                if file.name not in busy:
-                    self._add(file._replace(recency=max(1, min(file.recency, now))))
+            new, used = [], []
+            for file in sorted(found, key=lambda file: file.used_ns):
+                slot = self._slots.get(file.name)
+                if slot is None and file.name not in busy:
+                    new.append(self._enter(file._replace(used_ns=min(file.used_ns, now))))
+                elif slot is not None and now >= file.used_ns > self._times[slot]:  # by another process
+                    self._times[slot] = file.used_ns
+                    used.append(slot)
             self._gone_since = None
+            slots = np.array([slot for slot in new if slot >= 0], dtype=np.int64)
+            if len(slots):
+                stamps = self._clock.stamps(len(slots))[::-1]
+                self._recency[slots] = stamps
+                self._order.adopt(slots, stamps)
+            if used:
+                self._order.touch(np.array(used[::-1], dtype=np.int64), self._clock.stamps(len(used)), read=True)
 
-    def _add(self, file: Found) -> None:
-        slot = self._slots.get(file.name)
-        if slot is None:
-            slot = self._free.pop() if self._free else len(self._names)
-            if slot >= len(self._recency):
-                return  # another process stores more than our limit allows; its files are nothing to us
-            if slot == len(self._names):
-                self._names.append(None)
-            self._names[slot], self._roots[slot], self._sizes[slot], self._readers[slot] = file.name, file.root, 0, 0
-            self._recency[slot] = 0
-            self._slots[file.name] = slot
-        self._used += file.size - int(self._sizes[slot])
-        self._sizes[slot] = file.size
-        if file.recency > self._recency[slot]:
-            self._order.touch(*_one(slot, file.recency))
+    def _enter(self, file: Found) -> int:
+        """The slot of a new name, not yet in the order; -1 = none is left."""
+        slot = self._free.pop() if self._free else self._slots_used
+        if slot >= len(self._recency):
+            return -1  # another process stores more than our limit allows; its files are nothing to us
+        self._slots_used = max(self._slots_used, slot + 1)
+        self._keys[slot] = np.frombuffer(file.name.ljust(32, b"\0"), dtype=np.uint64)
+        self._roots[slot], self._readers[slot] = file.root, 0
+        self._sizes[slot], self._times[slot] = file.size, file.used_ns
+        self._slots[file.name] = slot
+        self._used += file.size
+        return slot
 
     def resize(self, name: bytes, size: int) -> None:
         """What the medium says now."""
@@ -194,9 +217,13 @@ class CapacityIndex:
             slot = self._slots.pop(name, None)
             if slot is None:
                 return False
-            self._recency[slot] = 0
+            self._leave(slot)
             self._leaving[name] = slot
             return True
+
+    def _leave(self, slot: int) -> None:
+        self._order.leave(np.array([slot], dtype=np.int64))
+        self._recency[slot] = 0
 
     def victims(self, size: int, root: int | None = None) -> list[Victim]:
         """The least recent names that make up ``size`` bytes, taken as by `take`; fewer if others are being read."""
@@ -208,8 +235,7 @@ class CapacityIndex:
                 if not len(slots):
                     break
                 for slot in slots.tolist():
-                    name = self._names[slot]
-                    assert name is not None
+                    name = self._keys[slot].tobytes()[:NAME_BYTES]
                     del self._slots[name]
                     self._leaving[name] = slot
                     size -= int(self._sizes[slot])
@@ -229,16 +255,16 @@ class CapacityIndex:
         """It could not be removed; it is the most recent now, so that others are tried before it again."""
         with self._lock:
             slot = self._slots[name] = self._leaving.pop(name)
-            self._now = max(self._now + 1, time.time_ns())
-            self._order.touch(*_one(slot, self._now))
+            self._order.touch(np.array([slot], dtype=np.int64), self._clock.stamps(1), read=False)
 
     def forget(self, name: bytes, older_than: int | None = None) -> bool:
-        """The file vanished.  False = it was not known, or is as recent as ``older_than``."""
+        """The file vanished.  False = it was not known, or was used at ``older_than`` (ns) or later."""
         with self._lock:
             slot = self._slots.get(name)
-            if slot is None or (older_than is not None and self._recency[slot] >= older_than):
+            if slot is None or (older_than is not None and self._times[slot] >= older_than):
                 return False
             del self._slots[name]
+            self._leave(slot)
             self._drop(name, slot)
             return True
 
@@ -246,9 +272,7 @@ class CapacityIndex:
         if self._gone_since is not None:
             self._gone_since.add(name)
         self._used -= int(self._sizes[slot])
-        self._recency[slot] = 0
         self._sizes[slot] = 0
-        self._names[slot] = None
         self._free.append(slot)
 
     def check_integrity(self) -> None:
@@ -258,11 +282,7 @@ class CapacityIndex:
             reserved = sum(self._storing.values())
             if total != self._used or reserved != self._reserved:
                 raise AssertionError(f"used {self._used} of {total}, reserved {self._reserved} of {reserved} bytes")
-            if len(slots) + len(self._free) != len(self._names):
-                raise AssertionError(f"{len(slots)} slots and {len(self._free)} free are not {len(self._names)}")
+            if len(slots) + len(self._free) != self._slots_used:
+                raise AssertionError(f"{len(slots)} names and {len(self._free)} free are not {self._slots_used} slots")
             if set(self._order.members().tolist()) != set(self._slots.values()):
                 raise AssertionError("the order of eviction and the names differ")
-
-
-def _one(slot: int, recency: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
-    return np.array([slot], dtype=np.int64), np.array([recency], dtype=np.uint64)

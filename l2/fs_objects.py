@@ -1,7 +1,7 @@
 """Whole objects to and from files of a root.  No accounting here; `fs` does that around it.
 
-    write:  draft ─► header + payload ─► recency as mtime ─► fsync ─► name
-    read:   open ─► header page + payload ─► header, key, length, checksum ─► recency as mtime
+    write:  draft ─► header + payload ─► time of use as mtime ─► fsync ─► name
+    read:   open ─► header page + payload ─► header, key, length, checksum ─► time of use as mtime
 
 If the medium refuses O_DIRECT in the middle of use, as some do after having accepted it at open, the root does without
 from then on, and the call at hand is repeated.
@@ -14,16 +14,13 @@ import logging
 import os
 import stat
 import threading
-from collections.abc import Callable
 from typing import NamedTuple
 
 from kvkeep.l2.adapter import Key
 from kvkeep.l2.fs_io import FileIO, aligned, file_bytes, read_record, write_record
 from kvkeep.l2.fs_root import Root
+from kvkeep.l2.fs_tally import GONE, NOT_OURS, Tally
 from kvkeep.l2.record import HEADER_BYTES, Header, pack, payload_checksum, unpack
-
-GONE = (errno.ENOENT, errno.ESTALE)
-NOT_OURS = (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV)  # a link, a fifo, a directory under one of our names
 
 log = logging.getLogger("kvkeep.l2.fs")
 
@@ -34,35 +31,35 @@ class Seen(NamedTuple):
     valid: bool
     length: int  # of the payload, if valid
     size: int  # on the medium
-    inode: int
+    identity: tuple[int, int]  # inode, mtime
 
 
 class ObjectFiles:
     """See the module.  Everything raises OSError."""
 
-    def __init__(self, io: FileIO, fsync: str, count: Callable[[str], None]) -> None:
+    def __init__(self, io: FileIO, fsync: str, tally: Tally) -> None:
         self._io = io
         self._fsync = fsync
-        self._count = count
+        self._count = tally.count
         self._lock = threading.Lock()
 
-    def write(self, root: Root, name: bytes, key: Key, payload: memoryview, checksum: int, stamp: int) -> int:
+    def write(self, root: Root, name: bytes, key: Key, payload: memoryview, checksum: int, used_ns: int) -> int:
         """Bytes on the medium."""
         header = pack(Header(key, len(payload), len(payload), checksum or payload_checksum(payload)))
         direct = root.direct and aligned(payload)
         try:
-            return self._write(root, name, key, header, payload, stamp, direct)
+            return self._write(root, name, key, header, payload, used_ns, direct)
         except OSError as error:
             self._without_direct(root, error, direct)
-            return self._write(root, name, key, header, payload, stamp, False)
+            return self._write(root, name, key, header, payload, used_ns, False)
 
     def _write(
-        self, root: Root, name: bytes, key: Key, header: bytes, payload: memoryview, stamp: int, direct: bool
+        self, root: Root, name: bytes, key: Key, header: bytes, payload: memoryview, used_ns: int, direct: bool
     ) -> int:
         draft = root.create(name, direct)
         try:
             write_record(self._io, draft.fd, header, payload)
-            os.utime(draft.fd, ns=(stamp, stamp))
+            os.utime(draft.fd, ns=(used_ns, used_ns))
             if self._fsync != "none":
                 self._io.sync_data(draft.fd)
             size = os.fstat(draft.fd).st_blocks * 512
@@ -103,35 +100,35 @@ class ObjectFiles:
             pass
         return 0
 
-    def read(self, root: Root, name: bytes, key: Key, into: memoryview, stamp: int) -> Seen:
+    def read(self, root: Root, name: bytes, key: Key, into: memoryview, used_ns: int) -> Seen:
         direct = root.direct and aligned(into)
         try:
-            return self._read(root, name, key, into, stamp, direct)
+            return self._read(root, name, key, into, used_ns, direct)
         except OSError as error:
             self._without_direct(root, error, direct)
-            return self._read(root, name, key, into, stamp, False)
+            return self._read(root, name, key, into, used_ns, False)
 
-    def _read(self, root: Root, name: bytes, key: Key, into: memoryview, stamp: int, direct: bool) -> Seen:
+    def _read(self, root: Root, name: bytes, key: Key, into: memoryview, used_ns: int, direct: bool) -> Seen:
         fd = root.open(name, direct)
         try:
             about = os.fstat(fd)
             if not stat.S_ISREG(about.st_mode):
                 raise OSError(errno.EISDIR, "not a file")
-            size, inode = about.st_blocks * 512, about.st_ino
+            size, identity = about.st_blocks * 512, (about.st_ino, about.st_mtime_ns)
             asked = about.st_size == file_bytes(len(into))
             page = read_record(self._io, fd, into if asked else into[:0])
             header = None if page is None else unpack(page)
             if header is None or header.key != key or file_bytes(header.stored_bytes) != about.st_size:
-                return Seen(False, 0, size, inode)
+                return Seen(False, 0, size, identity)
             if header.stored_bytes != len(into):
-                return Seen(True, header.stored_bytes, size, inode)
+                return Seen(True, header.stored_bytes, size, identity)
             if payload_checksum(into) != header.checksum:
-                return Seen(False, 0, size, inode)
+                return Seen(False, 0, size, identity)
             try:
-                os.utime(fd, ns=(stamp, stamp))
+                os.utime(fd, ns=(used_ns, used_ns))
             except OSError:
                 self._count("recency_not_kept")
-            return Seen(True, len(into), size, inode)
+            return Seen(True, len(into), size, identity)
         finally:
             os.close(fd)
 

@@ -24,15 +24,15 @@ import re
 import secrets
 import socket
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import xxhash
 
 from kvkeep.l2.adapter import AdapterError, Key
-from kvkeep.l2.fs_index import Found
+from kvkeep.l2.fs_index import NAME_BYTES, Found
 from kvkeep.l2.fs_io import PAGE, FileIO
+from kvkeep.l2.fs_tally import Tally
 
-NAME_BYTES = 20
 FOLDERS = [f"{number:02x}" for number in range(256)]
 _MARK = "KVKEEP-FS"
 _MARK_MAGIC = b"KVKEEPF1"
@@ -48,12 +48,12 @@ log = logging.getLogger("kvkeep.l2.fs")
 class Root:
     """See the module.  `claim` first, `release` last."""
 
-    def __init__(self, path: str, number: int, io: FileIO, count: Callable[[str], None]) -> None:
+    def __init__(self, path: str, number: int, io: FileIO, tally: Tally) -> None:
         self.path = path
         self.number = number
         self.direct = False
         self._io = io
-        self._count = count
+        self._count = tally.count
         self._id = secrets.token_hex(8)
         self._temps = itertools.count()
         self._unnamed = True  # O_TMPFILE and link work
@@ -74,8 +74,11 @@ class Root:
             self._tmp_fd = _own_directory(self.path, "tmp")
             self._lock_temps()
             self._remove_dead_temps(everything=not shared)
-            for folder in FOLDERS:
-                self._make_folder(folder)
+            if len(os.listdir(self.fd)) < len(FOLDERS):
+                for folder in FOLDERS:
+                    self._make_folder(folder)
+                for path in (os.path.join(self.path, "objects"), self.path, os.path.dirname(self.path)):
+                    _sync_directory(path)
         except OSError as error:
             raise AdapterError(
                 f"fs: {self.path} cannot be used ({error.strerror}); give a directory that can be written to"
@@ -96,6 +99,7 @@ class Root:
             fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             owner = os.pread(fd, _OWNER_BYTES, _OWNER_AT).rstrip(b"\0 ").decode("ascii", "replace")
+            owner = "".join(letter for letter in owner if letter.isprintable())
             raise AdapterError(
                 f"fs: {self.path} is in use by {owner or 'another process'}; give each daemon a directory of its own, "
                 f'or set "shared": true in all of them'
@@ -208,9 +212,9 @@ class Root:
     def unlink(self, name: bytes) -> None:
         self._io.unlink(_path(name), dir_fd=self.fd)
 
-    def set_recency(self, name: bytes, recency: int) -> None:
+    def set_used(self, name: bytes, used_ns: int) -> None:
         """Raises FileNotFoundError if it vanished."""
-        os.utime(_path(name), ns=(recency, recency), dir_fd=self.fd, follow_symlinks=False)
+        os.utime(_path(name), ns=(used_ns, used_ns), dir_fd=self.fd, follow_symlinks=False)
 
     def sync_folder(self, name: bytes) -> None:
         fd = os.open(FOLDERS[name[0]], _DIRECTORY, dir_fd=self.fd)
@@ -232,7 +236,7 @@ class Root:
         found = []
         try:
             fd = os.open(folder, _DIRECTORY, dir_fd=self.fd)
-        except OSError:
+        except FileNotFoundError:
             return []
         try:
             with os.scandir(fd) as entries:
@@ -370,3 +374,11 @@ def _own_directory(parent: str, name: str) -> int:
             f"it must be ours (uid {os.geteuid()}) with 0700"
         )
     return fd
+
+
+def _sync_directory(path: str) -> None:
+    fd = os.open(path, _DIRECTORY & ~os.O_NOFOLLOW)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -90,9 +90,7 @@ def unpack(data: bytes | memoryview) -> Header | None:
     if version != FORMAT_VERSION:
         return None
     serdes = tuple(number for number in fields[10:14] if number)
-    return Header(
-        Key(namespace, chunk, shard, shards), fields[7], fields[8], fields[9], serdes, fields[14], fields[15]
-    )
+    return Header(Key(namespace, chunk, shard, shards), fields[7], fields[8], fields[9], serdes, fields[14], fields[15])
 
 
 def payload_checksum(payload: bytes | memoryview) -> int:

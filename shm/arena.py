@@ -263,6 +263,11 @@ class Arena:
             head = int(entries[position - 1]) if position else -1
             waits = head >= 0 and self.table.state[head] == State.RESERVED
             self.heads.hang_run(made[first:end], head if waits else -1)
+            after = position + end - first
+            tail = int(entries[after]) if after < len(entries) else -1
+            if tail >= 0 and self.table.state[tail] == State.RESERVED and not self._doomed[tail]:
+                # It waited for its other shards while its sealed head was evicted: it waits for the new head now.
+                self.heads.hang(tail, int(made[end - 1]))
         return made
 
     def commit(self, granted: I64, shard: int, good: npt.NDArray[np.bool_], checksums: U64 | None) -> U8:

@@ -38,6 +38,12 @@ class Heads:
             self._next[run[0]] = self._first[parent]
             self._first[parent] = ids[0]
 
+    def hang(self, entry: int, parent: int) -> None:
+        """A rooted RESERVED entry waits for this RESERVED head from now on."""
+        self._parent[entry] = parent + 1
+        self._next[entry] = self._first[parent]
+        self._first[parent] = entry + 1
+
     def rooted(self, entry: int) -> bool:
         """The head of this RESERVED entry is sealed, or it has none."""
         return not self._parent[entry]

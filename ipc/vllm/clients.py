@@ -14,9 +14,3 @@ def attach(options: Options, label: str) -> Client:
     from kvkeep.ipc.client import Client
 
     return Client.attach(options.run_dir or None, name=label, wait=False)
-
-
-def default_chunk_tokens(client: Client) -> int:
-    """What the daemon proposes; 0 = not attached."""
-    attachment = client._session.attachment
-    return attachment.welcome.chunk_tokens if attachment is not None else 0

@@ -90,7 +90,7 @@ class SchedulerHalf:
 
     def _build_namespace(self, generation: int) -> NamespaceSpec:
         assert self._facts is not None
-        chunk = self._options.chunk_tokens or clients.default_chunk_tokens(self._client) or DEFAULT_CHUNK_TOKENS
+        chunk = self._options.chunk_tokens or self._client.chunk_tokens or DEFAULT_CHUNK_TOKENS
         refused = identity.refused_chunk(chunk, self._block_size)
         if refused:
             raise NamespaceKeeper.Refused(refused)

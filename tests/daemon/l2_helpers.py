@@ -56,7 +56,9 @@ def store(kv: Client, ns: Namespace, keys: list[bytes], size: int = SIZE, shards
     return stored
 
 
-def read(kv: Client, ns: Namespace, keys: list[bytes], *, wait_s: float = 10.0, size: int = SIZE, shards: int = 1) -> int:
+def read(
+    kv: Client, ns: Namespace, keys: list[bytes], *, wait_s: float = 10.0, size: int = SIZE, shards: int = 1
+) -> int:
     """Look up with L2, copy, compare with the oracle.  Returns how many chunks were there; fails on a wrong byte."""
     with kv.lookup(ns, keys, wait_s=wait_s, deadline_s=wait_s + 5) as found:
         good = 0

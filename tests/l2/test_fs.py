@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +62,9 @@ class TestFs(AdapterConformance):
 
 
 class TestFsOtherwise(AdapterConformance):
-    """Everything the other way round: striped, shared, page cache, named temporaries, one thread."""
+    """Everything the other way round: tmpfs, striped, shared, page cache, named temporaries, one thread."""
 
     @pytest.fixture
-    def medium(self, tmp_path: Path) -> Medium:
-        return FsMedium(tmp_path, NamedTemps, 3, shared=True, direct_io="off", io_threads=1)
+    def medium(self) -> Iterator[Medium]:
+        with tempfile.TemporaryDirectory(prefix="kvk-test-", dir="/dev/shm") as base:
+            yield FsMedium(Path(base), NamedTemps, 3, shared=True, direct_io="off", io_threads=1)

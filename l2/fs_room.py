@@ -1,0 +1,154 @@
+"""Room for the fs adapter's files: making it, on demand and ahead of need, and knowing what is there.
+
+The index says what goes; here it goes.  A file that cannot be removed stays counted.  One thread, the janitor, evicts
+when usage is above the watermark, and, where several processes share the roots, looks at them again every few seconds.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+from kvkeep.l2.fs_index import CapacityIndex, Found, Victim
+from kvkeep.l2.fs_root import FOLDERS, Root
+from kvkeep.l2.fs_tally import GONE, Tally
+
+RESCAN_S = 10.0  # where roots are shared; longer if a scan takes long
+_PATIENCE_S = 5.0
+_STEP = 256 << 20  # bytes that the janitor takes out of the index at once
+_SCAN_THREADS = 4
+
+log = logging.getLogger("kvkeep.l2.fs")
+
+
+class Eviction(NamedTuple):
+    policy: str
+    watermark: float  # of the limit
+    ratio: float  # of the limit
+
+
+class Room:
+    """See the module."""
+
+    def __init__(self, roots: list[Root], index: CapacityIndex, eviction: Eviction, shared: bool, tally: Tally) -> None:
+        self.index = index
+        self._roots, self._shared, self._tally = roots, shared, tally
+        self._high = int(eviction.watermark * index.limit)
+        self._share = int(eviction.ratio * index.limit)
+        self._stop = False
+        self._wake = threading.Event()
+        self._janitor = threading.Thread(target=self._clean, name="kvkeep-fs-janitor", daemon=True)
+
+    def start(self) -> None:
+        self._janitor.start()
+
+    def stop(self, deadline_s: float) -> bool:
+        self._stop = True
+        self._wake.set()
+        self._janitor.join(deadline_s)
+        return not self._janitor.is_alive()
+
+    # ---- making room -------------------------------------------------------------------------------------------------
+
+    def reserve(self, name: bytes, size: int) -> bool:
+        """False = the limit is reached and nothing can go."""
+        patience = time.monotonic() + _PATIENCE_S
+        while (over := self.index.reserve(name, size)) > 0:
+            if not self.evict(over):
+                if not self.index.leaving or time.monotonic() > patience:
+                    return False
+                time.sleep(0.001)  # another thread is making room
+        return True
+
+    def evict(self, size: int, root: Root | None = None) -> int:
+        """How many objects went, for so many bytes if possible; 0 = none can."""
+        victims = self.index.victims(size, None if root is None else root.number)
+        gone = sum(self._evict_one(victim) for victim in victims)
+        self._tally.count("evicted", gone)
+        return gone
+
+    def _evict_one(self, victim: Victim) -> bool:
+        root = self._roots[victim.root]
+        try:
+            root.unlink(victim.name)
+        except OSError as error:
+            if error.errno not in GONE:
+                self._tally.failed("remove", root.path, error)
+                self.index.restore(victim.name)
+                return False
+        self.index.gone(victim.name)
+        return True
+
+    def remove(self, root: Root, name: bytes, only: tuple[int, int] | None = None) -> bool:
+        """``only``: if it is still this file (inode, mtime; inodes are soon used again)."""
+        known = self.index.take(name)
+        if not known and not self._shared:
+            return False
+        try:
+            if only is not None:
+                about = root.stat(name)
+                if (about.st_ino, about.st_mtime_ns) != only:
+                    raise FileExistsError(errno.EEXIST, "another file by now")
+            root.unlink(name)
+        except OSError as error:
+            if error.errno in GONE:
+                if known:
+                    self.index.gone(name)
+                return False
+            if known:
+                self.index.restore(name)
+            if error.errno != errno.EEXIST:
+                self._tally.failed("remove", root.path, error)
+            return False
+        if known:
+            self.index.gone(name)
+        return True
+
+    # ---- the janitor -------------------------------------------------------------------------------------------------
+
+    def stored(self) -> None:
+        if self.index.used > self._high:
+            self._wake.set()
+
+    def _clean(self) -> None:
+        pause = due = None
+        if self._shared:
+            pause, due = RESCAN_S, time.monotonic() + RESCAN_S
+        while not self._stop:
+            self._wake.wait(pause)
+            self._wake.clear()
+            try:
+                if due is not None and (started := time.monotonic()) >= due and not self._stop:
+                    self.rescan()
+                    pause = max(RESCAN_S, 20 * (time.monotonic() - started))
+                    due = time.monotonic() + pause
+                if self.index.used > self._high:
+                    target = max(0, self.index.used - self._share)
+                    while (over := self.index.used - target) > 0 and not self._stop:
+                        if not self.evict(min(over, _STEP)):
+                            break
+            except Exception:
+                self._tally.count("janitor_failed")
+                log.exception("fs: the janitor stumbled")
+
+    def rescan(self) -> None:
+        """Make the index say what is in the roots now.  Names stored since it began are left alone."""
+        began = self.index.times(1)[0]
+        self.index.begin_scan()
+        found = scan(self._roots)
+        there = {file.name for file in found}
+        for name in self.index.names():
+            if name not in there:
+                self.index.forget(name, older_than=began)
+        self.index.adopt(found)
+
+
+def scan(roots: list[Root]) -> list[Found]:
+    """Every object.  Raises OSError rather than leave something out."""
+    work = [(root, folder) for root in roots for folder in FOLDERS]
+    with ThreadPoolExecutor(_SCAN_THREADS) as pool:
+        return [file for files in pool.map(lambda one: one[0].scan(one[1]), work) for file in files]
