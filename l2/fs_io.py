@@ -17,10 +17,12 @@ import os
 import threading
 
 import numpy as np
+import xxhash
 
 from kvkeep.l2.record import HEADER_BYTES
 
 PAGE = 4096
+_STEP = 4 << 20
 _NOTHING = bytes(PAGE)
 _OPEN = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a fifo under one of our names must not block us
 
@@ -96,27 +98,45 @@ def write_record(io: FileIO, fd: int, header: bytes, payload: memoryview) -> Non
         buffers = _after(buffers, done)
 
 
-def read_record(io: FileIO, fd: int, into: memoryview) -> memoryview | None:
-    """Fills ``into`` and gives this thread's header page, valid until its next call; None = the file is too short."""
+def read_record(io: FileIO, fd: int, into: memoryview) -> tuple[memoryview, int] | None:
+    """Fills ``into``; the header, not yet verified, and the payload's checksum; None = the file is too short.
+
+    In steps, so that while one thread computes the checksum of a piece, the medium works for the others."""
     pages = _pages
     whole = len(into) // PAGE * PAGE
-    buffers = [pages.header, into[:whole]] if whole else [pages.header]
-    if rest := len(into) - whole:
-        buffers.append(pages.tail)
-    offset, total = 0, file_bytes(len(into))
+    rest = len(into) - whole
+    digest = xxhash.xxh3_64()
+    first, at, end = [pages.header], 0, min(whole, _STEP)
     try:
-        while offset < total:
-            done = io.readv(fd, buffers, offset)
-            if done <= 0:
+        while True:
+            last = end == whole
+            if not _fill(
+                io, fd, [*first, into[at:end], *([pages.tail] if rest and last else [])], at + (0 if first else PAGE)
+            ):
                 return None
-            offset += done
-            if offset < total:
-                buffers = _after(buffers, done)
+            digest.update(into[at:end])
+            if last:
+                break
+            first, at, end = [], end, min(whole, end + _STEP)
         if rest:
             into[whole:] = pages.tail[:rest]
-        return memoryview(bytes(pages.header[:HEADER_BYTES]))
+            digest.update(into[whole:])
+        return memoryview(bytes(pages.header[:HEADER_BYTES])), digest.intdigest() or 1
     finally:
         pages.header[:] = _NOTHING
+
+
+def _fill(io: FileIO, fd: int, buffers: list[memoryview], offset: int) -> bool:
+    left = sum(map(len, buffers))
+    buffers = [buffer for buffer in buffers if len(buffer)]
+    while left:
+        done = io.readv(fd, buffers, offset)
+        if done <= 0:
+            return False
+        offset, left = offset + done, left - done
+        if left > 0:
+            buffers = _after(buffers, done)
+    return True
 
 
 def _after(buffers: list[memoryview], done: int) -> list[memoryview]:

@@ -116,13 +116,13 @@ class ObjectFiles:
                 raise OSError(errno.EISDIR, "not a file")
             size, identity = about.st_blocks * 512, (about.st_ino, about.st_mtime_ns)
             asked = about.st_size == file_bytes(len(into))
-            page = read_record(self._io, fd, into if asked else into[:0])
+            page, checksum = read_record(self._io, fd, into if asked else into[:0]) or (None, 0)
             header = None if page is None else unpack(page)
             if header is None or header.key != key or file_bytes(header.stored_bytes) != about.st_size:
                 return Seen(False, 0, size, identity)
             if header.stored_bytes != len(into):
                 return Seen(True, header.stored_bytes, size, identity)
-            if payload_checksum(into) != header.checksum:
+            if checksum != header.checksum:
                 return Seen(False, 0, size, identity)
             try:
                 os.utime(fd, ns=(used_ns, used_ns))
