@@ -440,9 +440,9 @@ class Engine:
         if prefix.blocked_by >= 0 and not final:
             self._park(waiting, prefix.blocked_by)
             return
-        if not final and self.prefetch is not None and len(handle.references) < len(waiting.keys):
-            if _distinct(waiting.keys[:, 0]) and self.prefetch.begin(waiting):
-                return
+        incomplete = not final and len(handle.references) < len(waiting.keys)
+        if incomplete and self.prefetch is not None and _distinct(waiting.keys[:, 0]) and self.prefetch.begin(waiting):
+            return
         self._unpark(handle)
         ready = len(handle.references)
         owner = handle.owner

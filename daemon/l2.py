@@ -78,7 +78,7 @@ class L2:
         self._trust_tiers(adapters)
         self._reported: dict[str, str] = {}
 
-    def _watched(self, fd: int, callback: Callable[[], None]) -> None:
+    def _watched(self, fd: int, callback: Callable[[], object]) -> None:
         def happened() -> None:
             callback()
             self._report()

@@ -2,12 +2,13 @@
 
     STARTING --Ready--> SERVING --process reaped--> STARTING (a new process, a new channel)
 
-A job is open from `submit` until exactly one call of its ``done``: with the mover's answer, or with LOST for all chunks
-when the process has been reaped.  Only then may the extents of a job be used for anything else; a mover that hangs keeps
-them.  A job that is overdue calls ``late`` (its extents stay the mover's) and counts as a failure of the medium.
+A job is open from `submit` until exactly one call of its ``done``: with the mover's answer, or with LOST for all
+chunks when the process has been reaped. Only then may the extents of a job be used for anything else; a mover that
+hangs keeps them. A job that is overdue calls ``late`` (its extents stay the mover's) and counts as a failure of the
+medium.
 
-The channel is a fresh pair of sockets for each process, so no job can reach a process that it was not meant for.  The
-child's end always has the same number, because a Child inherits by number.
+The channel is a fresh pair of sockets for each process, so no job can reach a process that it was not meant for.
+The child's end always has the same number, because a Child inherits by number.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class Mover:
         self.putting = self.getting = 0  # bytes in open jobs
         self.puts = 0  # open Put jobs
         self.on_serving: Callable[[Mover], None] = lambda mover: None  # from now on it may be given jobs (again)
-        self.watch: Callable[[int, Callable[[], None]], None] = lambda fd, callback: None
+        self.watch: Callable[[int, Callable[[], object]], None] = lambda fd, callback: None
         self.unwatch: Callable[[int], None] = lambda fd: None
         self._trouble = ""  # what the adapter said when it could not be opened
         self._last_fault = ""

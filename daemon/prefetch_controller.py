@@ -10,9 +10,9 @@ A lookup waits on the task while nothing is reserved yet, and on the RESERVED en
 exactly as it does for a client that stores; so one load serves everybody, and the prefix grows as loads come in.  A
 task never reports anything: it lets its lookups look again.  No lookup asks for a chunk twice.
 
-Limits: ``most`` tasks at a time, the others queue (their deadlines run); ``budget`` bytes of loads at a time, counted
-until a mover has answered, so a hung mover holds no more than that of L1.  A load that is late is given up: lookups stop
-waiting for it at once, its extents are free only when the mover has answered or is dead.
+Limits: ``most`` tasks at a time, the others queue (their deadlines run); ``budget`` bytes of loads at a time,
+counted until a mover has answered, so a hung mover holds no more than that of L1. A load that is late is given up:
+lookups stop waiting for it at once, its extents are free only when the mover has answered or is dead.
 
 Policies: with ``default`` what was loaded leaves L1 with its last reader; with ``retain`` it stays.
 """
@@ -207,13 +207,16 @@ class PrefetchController:
         while missing and task.to_ask:
             mover = task.to_ask.pop(0)
             if mover.available:
-                chunks = b"".join(task.keys[task.at + i].tobytes() for i in missing)
-                job = j.Find(mover.next_id(), task.deadline, task.namespace.digest, task.namespace.shards, chunks)
-                mover.totals["finds"] += 1
-                at = task.at
-                mover.submit(job, lambda codes: self._found(task, mover, at, missing, codes))
+                self._ask(task, mover, missing)
                 return
         self._reserve(task)
+
+    def _ask(self, task: Task, mover: Mover, missing: list[int]) -> None:
+        at = task.at
+        chunks = b"".join(task.keys[at + i].tobytes() for i in missing)
+        job = j.Find(mover.next_id(), task.deadline, task.namespace.digest, task.namespace.shards, chunks)
+        mover.totals["finds"] += 1
+        mover.submit(job, lambda codes: self._found(task, mover, at, missing, codes))
 
     def _found(self, task: Task, mover: Mover, at: int, missing: list[int], codes: Sequence[int]) -> None:
         if task.stage is not Stage.ASKING or task.at != at:

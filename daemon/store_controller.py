@@ -4,13 +4,13 @@
                                 ^        │ full: the oldest is shed and counted
                    rescan ──────┘        ▼
 
-A queue holds no references: an entry that is evicted before its turn is skipped.  Only Put jobs hold some, and no more
-than ``cap`` bytes together.  Every entry's record says in its ``tiers`` which adapters need not be given it any more, so
-what is still to be done can be found in the entry table at any time: after a restart, after an adapter was away, after
-something was shed, the table is rescanned in small steps while the queue has room.
+A queue holds no references: an entry that is evicted before its turn is skipped. Only Put jobs hold some, and no
+more than ``cap`` bytes together. Every entry's record says in its ``tiers`` which adapters need not be given it any
+more, so what is still to be done can be found in the entry table at any time: after a restart, after an adapter was
+away, after something was shed, the table is rescanned in small steps while the queue has room.
 
-Policies: ``default`` keeps what is stored in L1; ``skip_l1`` makes L1 a buffer, an entry leaves it once every adapter
-that serves has it and its last reader is done.
+Policies: ``default`` keeps what is stored in L1; ``skip_l1`` makes L1 a buffer, an entry leaves it once every
+adapter that serves has it and its last reader is done.
 """
 
 from __future__ import annotations

@@ -3,14 +3,17 @@
     control ── Find, Put, Get, Drop, Measure, Probe ──► mover
             ◄── Ready | Failed (once), then one Answer per job ──
 
-The channel is a pair of connected AF_UNIX SOCK_SEQPACKET sockets: one message is one packet of at most MAX_PACKET bytes,
-an end that died reads as EOF, and nothing of a packet is ever lost half-way.  SIGTERM asks the mover to stop.  Its readability is the completion signal
-(an eventfd beside it could only say the same thing later, and would be lost with a kill between the two writes).
+The channel is a pair of connected AF_UNIX SOCK_SEQPACKET sockets: one message is one packet of at most MAX_PACKET
+bytes, an end that died reads as EOF, and nothing of a packet is ever lost half-way.
+Its readability is the completion signal (an eventfd beside it could only say the same thing later, and would be
+lost with a kill between the two writes).
 
-A job speaks of whole chunks of one namespace; the mover makes one object per shard of it.  ``deadline`` is in seconds of
-CLOCK_MONOTONIC, which all processes of a host share.  A job that is overdue when its turn comes is answered EXPIRED
-without being started.  **After its answer the mover does not touch the extents of a job any more**; until then, or until
-the process is known to be dead, they are the mover's.
+A job speaks of whole chunks of one namespace; the mover makes one object per shard of it. ``deadline`` is in
+seconds of CLOCK_MONOTONIC, which all processes of a host share. A job that is overdue when its turn comes is
+answered EXPIRED without being started. **After its answer the mover does not touch the extents of a job any more**;
+until then, or until the process is known to be dead, they are the mover's.
+
+SIGTERM asks the mover to stop: it finishes what runs and gives back what waits.
 """
 
 from __future__ import annotations

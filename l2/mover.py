@@ -1,13 +1,13 @@
 """The mover: the part of one L2 adapter's process that moves bytes between the arena and the medium.
 
-The main thread reads jobs from the channel, beats, and does nothing that can block.  Worker threads take jobs in the
-order of `_RANK` and call the adapter; each job gets exactly one `Answer`.  See jobs.py for the contract.
+The main thread reads jobs from the channel, beats, and does nothing that can block. Worker threads take jobs in the
+order of `_RANK` and call the adapter; each job gets exactly one `Answer`. See jobs.py for the contract.
 
-* Loads come first: at least one worker never stores, and a store is cut into slices between which it steps aside as long
-  as loads are about (but not for ever: see MAX_ASIDE_S).
-* A fault of the medium is tried again within the deadline.  What the adapter raises is a fault of all its chunks.
-* A worker that the medium never lets go of (STALL_S past its deadline) stops the heart beat, so that control kills this
-  process: the only way to get the extents of such a job back.
+* Loads come first: at least one worker never stores, and a store is cut into slices between which it steps aside as
+  long as loads are about (but not for ever: see MAX_ASIDE_S).
+* A fault of the medium is tried again within the deadline. What the adapter raises is a fault of all its chunks.
+* A worker that the medium never lets go of (STALL_S past its deadline) stops the heart beat, so that control kills
+  this process: the only way to get the extents of such a job back.
 * EOF on the channel is the end of control, and of this process.
 """
 
@@ -24,6 +24,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -178,8 +179,8 @@ class Mover:
             self._answer(job, [Code.EXPIRED] * n)
         elif isinstance(job, j.Find):
             found = self._adapter.lookup(list(_keys(job)))
-            there = np.array(found, dtype=bool).reshape(n, job.shards).all(axis=1)
-            self._answer(job, [Code.OK if yes else Code.MISS for yes in there])
+            whole = [all(found[i * job.shards : (i + 1) * job.shards]) for i in range(n)]
+            self._answer(job, [Code.OK if yes else Code.MISS for yes in whole])
         elif isinstance(job, j.Get):
             self._load(job)
         elif isinstance(job, j.Put):
@@ -218,9 +219,7 @@ class Mover:
                 lambda: self._stopping or not self._loads_about(), max(0.0, until - time.monotonic())
             )
 
-    def _persist(
-        self, call: Callable[[list[tuple]], list[Result]], items: list[tuple], deadline: float
-    ) -> list[Result]:  # type: ignore[type-arg]
+    def _persist(self, call: Callable[[list[Any]], list[Result]], items: list[Any], deadline: float) -> list[Result]:
         """The adapter's batch call; what failed by a fault of the medium is tried again."""
         results = self._guarded(call, items)
         for delay in RETRY_DELAYS_S:
@@ -232,7 +231,7 @@ class Mover:
                 results[i] = result
         return results
 
-    def _guarded(self, call: Callable[[list[tuple]], list[Result]], items: list[tuple]) -> list[Result]:  # type: ignore[type-arg]
+    def _guarded(self, call: Callable[[list[Any]], list[Result]], items: list[Any]) -> list[Result]:
         try:
             results = call(items)
         except OSError as e:
@@ -273,7 +272,7 @@ class Mover:
                     raise ValueError(f"an extent at {start} lies outside the arena")
                 yield view
 
-    def _answer_results(self, job: j.Extents, results: list[Result]) -> None:
+    def _answer_results(self, job: j.Put | j.Get, results: list[Result]) -> None:
         """A chunk is OK when all its shards are; otherwise it is what its first bad shard is."""
         codes: list[Code] = []
         for i in range(j.chunk_count(job)):

@@ -144,11 +144,7 @@ class Arena:
             self._let_pass(entries)
 
     def _let_pass(self, entries: I64) -> None:
-        entries = entries[self._evictable(entries)]
-        if len(entries):
-            self.counters["entries_passed"] += len(entries)
-            self.table.begin_evict(entries)
-            self._forget(entries, quarantine=False)
+        self.drop(entries, counted_as="entries_passed")
 
     def references_dropped(self) -> None:
         """References were lowered behind our back: entries that could not go may go now."""
@@ -478,11 +474,11 @@ class Arena:
         """One bounded step of log compaction.  True = there is more to do."""
         return any(order.squeeze(self.slabs.classes[extent].used) for extent, order in self._orders.items())
 
-    def drop(self, entries: I64) -> int:
+    def drop(self, entries: I64, *, counted_as: str = "entries_deleted") -> int:
         """Remove those of ``entries`` that are sealed and not referenced.  Returns how many."""
         entries = entries[self._evictable(entries)]
         if len(entries):
-            self.counters["entries_deleted"] += len(entries)
+            self.counters[counted_as] += len(entries)
             self.table.begin_evict(entries)
             self._forget(entries, quarantine=False)
         return len(entries)
