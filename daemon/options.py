@@ -156,6 +156,8 @@ def _adapters(option: Option, raw: Any) -> tuple[str, ...]:
     found: list[str] = []
     for item in items:
         if isinstance(item, str):
+            if not item.strip():
+                continue
             try:
                 item = json.loads(item)
             except ValueError as problem:
