@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from kvkeep.daemon.l2 import L2
 
 CLEAR_STEP = 1024  # entries per round
+PIN_SHARE = 0.75  # of L1: what is pinned leaves room for loads from L2 and for stores
 SCAN_STEP = 65536  # records per round
 MAX_PAGE = 1000
 MAX_LISTED_CLIENTS = 256
@@ -106,9 +107,20 @@ class Admin:
         entries = self.engine.arena.prefix(namespace, keys[: m.MAX_CHUNKS]).entries
         if not len(entries) or len(np.unique(entries)) != len(entries):
             return m.Pinned(self.engine.epoch, 0, 0)
+        self._leave_room(len(entries) * namespace.extent_bytes)
         pin = next(self._ids)
         self._pins[pin] = Pinned(References(self.engine.arena, entries), time.monotonic() + request.ttl_s)
         return m.Pinned(self.engine.epoch, pin, len(entries))
+
+    def _leave_room(self, more: int) -> None:
+        arena = self.engine.arena
+        pinned = sum(int(arena.table.extent_bytes[p.references.entries].sum()) for p in self._pins.values())
+        if pinned + more > PIN_SHARE * arena.bytes_total:
+            raise Refusal(
+                ErrorCode.LIMIT,
+                f"{pinned} bytes are pinned and {more} would be added; at most {PIN_SHARE:.0%} of L1 can be pinned, "
+                "so that loads and stores find room: unpin some, or raise --l1-size-gb",
+            )
 
     def unpin(self, session: Session, request: m.Unpin, *_: bytes) -> m.AnyReply:
         self._only_admins(session)

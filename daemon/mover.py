@@ -18,6 +18,7 @@ from kvkeep.l2.registry import create_adapter
 
 
 def main(argv: Sequence[str], beat: Callable[[], None]) -> int:
+    beat()
     parser = argparse.ArgumentParser(prog="kvkeep.daemon.mover")
     for name in ("--name", "--config", "--log-level", "--log-format"):
         parser.add_argument(name, required=True)

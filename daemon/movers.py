@@ -31,12 +31,13 @@ from kvkeep.daemon.supervise import Child
 from kvkeep.l2 import jobs as j
 from kvkeep.l2.jobs import Code
 
-HEARTBEAT_S = 5.0
+HEARTBEAT_S = 10.0  # also covers the start of the process on a loaded machine
 OVERDUE_LEAST_S = 1.0  # a short deadline that passes says nothing against the medium before this
 PROBE_DEADLINE_S = 5.0
 MEASURE_S = 2.0
 ROUND_PACKETS = 64  # read per round of the control loop
 RESEND_S = 0.01  # the channel was full
+LONG_START_S = 15.0  # an adapter that opens for longer than this is a reason to say so
 
 log = logging.getLogger("kvkeep.movers")
 
@@ -91,6 +92,7 @@ class Mover:
         self.on_serving: Callable[[Mover], None] = lambda mover: None  # from now on it may be given jobs (again)
         self.watch: Callable[[int, Callable[[], object]], None] = lambda fd, callback: None
         self.unwatch: Callable[[int], None] = lambda fd: None
+        self._since = time.monotonic()  # in this phase
         self._trouble = ""  # what the adapter said when it could not be opened
         self._last_fault = ""
         self._full = ""
@@ -155,7 +157,7 @@ class Mover:
         """The process has been reaped: nothing writes for its open jobs any more."""
         while self.receive():
             pass
-        self.phase = Phase.STARTING
+        self.phase, self._since = Phase.STARTING, time.monotonic()
         self.unwatch(self._ours.fileno())
         self._ours.close()
         self._ours, theirs = self._pair()
@@ -376,6 +378,8 @@ class Mover:
         found = self.child.reasons()
         if self._trouble:
             found.append(f"{self.name} ({self.label}): {self._trouble}")
+        elif self.phase is Phase.STARTING and time.monotonic() - self._since > LONG_START_S:
+            found.append(f"{self.name} ({self.label}): it is still being opened")
         if not self.breaker.closed:
             found.append(f"{self.name} ({self.label}): left alone, it does not work: {self._fault_text}")
         if self._full:

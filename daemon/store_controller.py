@@ -105,7 +105,6 @@ class StoreController:
         arena.keeps_heads = not self.skip_l1
         arena.fresh = []
         self.counters = arena.counters
-        self.stopping = False
         self._cap = cap
         self._feeds = [Feed(mover) for mover in movers]
         self._every_bit = np.uint32(sum(mover.bit for mover in movers))
@@ -180,7 +179,7 @@ class StoreController:
     def _scan(self, feed: Feed, now: float) -> bool:
         """One step through the entry table.  True = more steps are to be made now."""
         if feed.scan_at < 0:
-            if not feed.scan_wanted or feed.queue.parts or now < feed.next_scan or self.stopping:
+            if not feed.scan_wanted or feed.queue.parts or now < feed.next_scan:
                 return False
             feed.scan_at, feed.scan_wanted = 0, False
         if feed.queue.nbytes * 2 > self._cap:

@@ -40,6 +40,7 @@ STALL_S = 60.0
 BEAT_S = 1.0
 FINISH_S = 1.5  # for running jobs, when told to stop
 _RANK: dict[type[j.Job], int] = {j.Find: 0, j.Measure: 0, j.Probe: 0, j.Get: 1, j.Put: 2, j.Drop: 3}
+MAX_COUNTERS = 256  # of an adapter's own that are shown
 _FAULTS = (Outcome.IO_ERROR, Outcome.UNAVAILABLE)
 _PROBE_BYTES = 4096
 
@@ -189,7 +190,9 @@ class Mover:
             self._adapter.delete(list(_keys(job)))
             self._answer(job, [Code.OK] * n)
         elif isinstance(job, j.Measure):
-            self._answer(job, [Code.OK], usage=self._usage(), counters=dict(self._adapter.counters))
+            self._answer(
+                job, [Code.OK], usage=self._usage(), counters=dict(self._adapter.counters.most_common(MAX_COUNTERS))
+            )
         elif isinstance(job, j.Probe):
             self._probe(job)
 

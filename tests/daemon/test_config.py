@@ -59,7 +59,7 @@ def test_the_defaults_of_the_struct_and_of_the_table_are_the_same():
 
 @pytest.mark.parametrize("option", SETTINGS, ids=lambda option: option.name)
 def test_each_default_passes_its_own_check_as_text_and_as_toml(option: Option, tmp_path: Path):
-    text = {"users": "", "groups": "", "mode": f"{option.default:04o}" if option.kind == "mode" else ""}
+    text = {"users": "", "groups": "", "adapters": "", "mode": f"{option.default:04o}" if option.kind == "mode" else ""}
     raw = text.get(option.kind, str(option.default))
     assert option.parse(raw) == option.default
     line = next(line for line in load([], {}).as_toml().splitlines() if line.startswith(option.key + " "))

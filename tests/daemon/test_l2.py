@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvkeep.ipc.errors import ProtocolError
 from tests.daemon.l2_helpers import (
     MIB,
     SIZE,
@@ -273,6 +274,25 @@ def test_a_loaded_chunk_needs_room_and_takes_it_from_what_can_go(make_daemon: Ma
         assert kv.lookup(ns, wanted, readers=0).ready < 100, "L1 is full of others"
         assert read(kv, ns, wanted) == 100
         at_rest(kv)
+
+
+def test_pins_leave_room_for_loads(make_daemon: Make, tmp_path: Path) -> None:
+    with attach(make_daemon(fs(tmp_path), l1_mib=16)) as kv:
+        ns, wanted = register(kv), chain(1, 30)
+        store(kv, ns, wanted)
+        stored(kv, 30)
+        kv.delete(ns, wanted)
+        pinned = 0
+        for i in range(2, 8):
+            keys = chain(i, 30)
+            store(kv, ns, keys)
+            try:
+                pinned += kv.pin(ns, b"".join(keys))[1]
+            except ProtocolError as refused:
+                assert "75% of L1" in str(refused)
+        assert pinned >= 150
+        assert read(kv, ns, wanted) == 30
+        assert kv.check()["ok"]
 
 
 def test_everything_at_once_is_right(make_daemon: Make, tmp_path: Path) -> None:
