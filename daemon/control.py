@@ -47,6 +47,7 @@ PUBLISH_S = 0.25  # the stats page follows activity at this interval, and rests 
 IDLE_PUBLISH_S = 5.0  # ... but stays visibly alive
 GHOST_POLL_S = 0.25  # only while there are ghosts
 DAMAGE_POLL_S = 1.0
+REFUSAL_LOG_S = 1.0  # one line a second says enough
 STUCK_ROUND_S = 1.0  # a round longer than this is logged
 
 
@@ -106,6 +107,7 @@ class Control:
         self._dirty = True
         self._next_ghosts = 0.0
         self._next_damage = 0.0
+        self._next_refusal_log = 0.0
         self.timers: list[Callable[[float], float | None]] = []  # called each round; return the next deadline
         self.steps: list[Callable[[float], bool]] = []  # called at the end of each round; True = there is more to do
         self.stop_requests = 0
@@ -158,6 +160,7 @@ class Control:
             self.arena.next_quarantine_end(),
             self.arena.next_incomplete_end(),
             self._next_ghosts if self.leases.ghosts else None,
+            self._next_damage,
         ]
         candidates += [timer(now) for timer in self.timers]
         return min(c for c in candidates if c is not None)
@@ -169,6 +172,7 @@ class Control:
         self.rpc.expire(now)
         self.arena.end_quarantine()
         self.arena.end_incomplete()
+        self.engine.wake()
         if self.leases.ghosts and now >= self._next_ghosts:
             self._next_ghosts = now + GHOST_POLL_S
             if not self.leases.bury_dead_ghosts():
@@ -232,7 +236,7 @@ class Control:
                 return self._refused("limit", f"out of descriptors ({e.strerror}); raise LimitNOFILE")
         else:
             os.close(meta_fd)
-        if hello.previous_lease in self.leases.ghosts:
+        if self.leases.is_ghost_of(hello.previous_lease, pid=credentials.pid, uid=credentials.uid):
             self.leases.settle(hello.previous_lease)
             if not self.leases.ghosts:
                 self._no_more_ghosts()
@@ -257,7 +261,9 @@ class Control:
 
     def _refused(self, code: str, message: str) -> Refused:
         self.engine.counters["attach_refused"] += 1
-        log.warning("attach refused: %s", message)
+        if time.monotonic() >= self._next_refusal_log:
+            self._next_refusal_log = time.monotonic() + REFUSAL_LOG_S
+            log.warning("attach refused: %s (%d so far)", message, self.engine.counters["attach_refused"])
         return Refused(code, message)
 
     def _closed(self, lease_id: int) -> None:

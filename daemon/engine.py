@@ -122,7 +122,7 @@ class Engine:
             log.exception("internal error in %s", type(request).__name__)
             self.broken = f"internal error in {type(request).__name__}: {e}"
             return m.Error(ErrorCode.INTERNAL.value, self.broken[:300], self.epoch)
-        self.settle()
+        self.wake()
         return reply
 
     def _keys(self, hashes: bytes) -> U64:
@@ -410,8 +410,8 @@ class Engine:
         self._waiting.setdefault(entry, {})[waiting] = None
         self.arena.watch.add(entry)
 
-    def settle(self) -> None:
-        """Let those look again that wait for entries which were sealed or freed meanwhile."""
+    def wake(self) -> None:
+        """Look again for those who wait for an entry that was sealed or given up meanwhile."""
         while self.arena.settled:
             settled, self.arena.settled = self.arena.settled, []
             for entry in settled:
@@ -488,7 +488,7 @@ class Engine:
             else:
                 self._drop_lookup(handle)
         session.lookups.clear()
-        self.settle()
+        self.wake()
 
     def held(self) -> tuple[Counter[int], Counter[int]]:
         """(references, shards being written) per entry, by the handles' own account."""

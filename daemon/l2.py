@@ -70,7 +70,7 @@ class L2:
             budget=int(arena.bytes_total * LOAD_SHARE),
             every_bit=every_bit,
             look_again=control.engine.look_again,
-            settle=control.engine.settle,
+            wake=control.engine.wake,
         )
         for mover in self.movers:
             mover.on_serving = self.stores.serving

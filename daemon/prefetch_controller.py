@@ -102,16 +102,16 @@ class PrefetchController:
         budget: int,
         every_bit: int,
         look_again: Callable[[Waiting], None],
-        settle: Callable[[], None],
+        wake: Callable[[], None],
     ) -> None:
-        """``look_again`` is the engine's, for one lookup; ``settle`` wakes those that wait for entries."""
+        """``look_again`` is the engine's, for one lookup; ``wake`` is for those that wait for entries."""
         self.arena = arena
         self.retain = policy == "retain"
         self.counters = arena.counters
         self._movers = movers
         self._most, self._budget = most, budget
         self._every_bit = np.uint32(every_bit)
-        self._look_again, self._settle = look_again, settle
+        self._look_again, self._wake = look_again, wake
         self._tasks: dict[TaskKey, Task] = {}  # by where they are now
         self._queue: deque[Task] = deque()
         self._active: set[Task] = set()
@@ -325,14 +325,14 @@ class PrefetchController:
                 self._note_missed(load.task, key.tobytes())
         self.arena.commit(load.entries, ALL_SHARDS, good, None)
         load.task.loads -= 1
-        self._settle()
+        self._wake()
         self._retire(load.task)
 
     def _give_up(self, load: Load) -> None:
         self.arena.doom(load.entries, load.generations)
         for key in self.arena.table.keys[load.entries]:
             self._note_missed(load.task, key.tobytes())
-        self._settle()
+        self._wake()
 
     @staticmethod
     def _note_missed(task: Task, key: bytes) -> None:

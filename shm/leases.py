@@ -73,6 +73,14 @@ class LeaseTable:
         self._rows[slot]["lease_id"] = 0
         self._free.append(slot)
 
+    def is_ghost_of(self, lease_id: int, *, pid: int, uid: int) -> bool:
+        """Whether this process held the lease under an earlier daemon: nobody else may say that its copies ended."""
+        slot = self.ghosts.get(lease_id)
+        if slot is None:
+            return False
+        row = self._rows[slot]
+        return int(row["uid"]) == uid and int(row["pid"]) == max(pid, 0)
+
     def settle(self, lease_id: int) -> None:
         """A ghost attached again: its last copy under the old epoch has ended."""
         slot = self.ghosts.pop(lease_id, None)

@@ -231,3 +231,19 @@ def test_the_stats_page_is_read_whole_or_not_at_all() -> None:
     assert read_stats(meta, tries=3) == b""
     assert write_stats(page, b"{}")
     assert read_stats(meta) == b"{}"
+
+
+def test_only_the_process_that_held_a_lease_can_say_that_its_copies_ended(name: str) -> None:
+    arena = open_segments(name, GEOMETRY)
+    table = LeaseTable(arena.leases, arena.meta_fd)
+    lease, fd = table.add(epoch=1, pid=10, uid=5, name="living")
+    client = client_holding(fd)
+    table = LeaseTable(arena.leases, arena.meta_fd)
+    table.adopt()
+    assert table.is_ghost_of(lease, pid=10, uid=5)
+    assert not table.is_ghost_of(lease, pid=11, uid=5)
+    assert not table.is_ghost_of(lease, pid=10, uid=6)
+    assert not table.is_ghost_of(lease + 1, pid=10, uid=5)
+    client.kill()
+    client.wait()
+    arena.close()

@@ -1,0 +1,286 @@
+"""The `raw_block` adapter: objects in slots of a block device, or of one preallocated file.
+
+    {"type": "raw_block", "path": "/dev/nvme1n1" | "/nvme/kv.raw", "size_gb": 500, "format": false,
+     "direct_io": "auto|on|off", "io": "auto|uring|threads", "queue_depth": 32, "durability": "data|none",
+     "eviction": {"eviction_policy": "LRU|noop", "trigger_watermark": 0.95, "eviction_ratio": 0.05}}
+
+A file that does not exist is made with ``size_gb``; a device is used whole, or up to ``size_gb``.  It belongs to one
+process at a time.
+
+    raw_medium     ownership, size, what lies there, O_DIRECT proven
+    raw_layout     superblock, slabs, slots, seals: the bytes
+    raw_io, _uring batches of reads and writes with depth
+    raw_objects    rows, index            raw_slabs   slots, classes, who goes
+    raw_journal    what changed, tables   raw_recovery  all of it back again
+    raw_room       room and eviction      raw_store   the way in and out
+
+Invariants:
+
+* a header is written after its payload (with "durability": "data" after the payload is durable), the journal's page
+  after the header, and only then the store says OK: whatever is cut off is a miss;
+* every load checks seal, key, length and checksum; what does not verify is removed and counted;
+* a start reads the tables and the journal; everything acknowledged is there after a kill, and usage is the truth before
+  the first store.  What does not verify costs a scan of headers, never a wrong object;
+* after a kill nothing of the old process is still being written: the medium is locked until the kernel is done.
+"""
+
+from __future__ import annotations
+
+import builtins
+import fcntl
+import logging
+import os
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+import numpy as np
+
+from kvkeep.l2.adapter import Adapter, AdapterError, Key, Listing, Outcome, Result, Usage
+from kvkeep.l2.options import Options
+from kvkeep.l2.raw_io import Engine, Threads
+from kvkeep.l2.raw_layout import Geometry
+from kvkeep.l2.raw_medium import Medium, claim
+from kvkeep.l2.raw_recovery import read_heads, read_history, recover
+from kvkeep.l2.raw_room import Eviction, Room
+from kvkeep.l2.raw_store import Store
+from kvkeep.l2.raw_uring import Uring
+
+GROUP = 64  # objects that go through their steps together
+_CURSOR = struct.Struct("<Q")
+_LIST_STEP = 65536
+_CLOSED = Result(Outcome.UNAVAILABLE, detail="the adapter is closed")
+_CLOSE_PATIENCE_S = 5.0
+
+log = logging.getLogger("kvkeep.l2.raw_block")
+T = TypeVar("T")
+
+
+def make_engine(fd: int, io: str, queue_depth: int, path: str) -> Engine:
+    if io != "threads":
+        try:
+            return Uring(fd, queue_depth)
+        except OSError as error:
+            if io == "uring":
+                raise AdapterError(
+                    f'raw_block {path}: the kernel refuses io_uring ({os.strerror(error.errno or 0)}): set "io": "auto"'
+                ) from error
+    return Threads(fd, queue_depth)
+
+
+class RawBlockAdapter(Adapter):
+    """See the module.  ``engine`` is for tests that stand between the adapter and its medium."""
+
+    type_name = "raw_block"
+
+    def __init__(self, config: Mapping[str, object], engine: Callable[[Engine], Engine] | None = None) -> None:
+        options = Options("raw_block", config)
+        self.path = options.text("path")
+        size = options.number("size_gb", 0, above=0) if options.has("size_gb") else 0.0
+        self._size = int(size * (1 << 30)) // 4096 * 4096
+        self._format = options.flag("format", False)
+        self._direct_io = options.choice("direct_io", "auto", ("auto", "on", "off"))
+        self._io = options.choice("io", "auto", ("auto", "uring", "threads"))
+        self._queue_depth = options.count("queue_depth", 32, least=1, most=4096)
+        self._flush = options.choice("durability", "data", ("none", "data")) == "data"
+        eviction = Options("raw_block: eviction", options.table("eviction"), ignore=())
+        policy = eviction.choice("eviction_policy", "LRU", ("LRU", "noop"))
+        watermark = eviction.number("trigger_watermark", 0.95, most=1.0, above=0)
+        ratio = eviction.number("eviction_ratio", 0.05, most=1.0, above=0)
+        eviction.done()
+        options.done()
+        self._eviction = Eviction(policy != "noop", watermark, min(ratio, watermark))
+        self._wrap = engine
+        self.counters: Counter[str] = Counter()
+        self._medium: Medium | None = None
+        self._parts: tuple[Engine, Room, Store] | None = None
+        self._state = threading.Condition()
+        self._running = 0
+
+    # Open and close
+
+    def open(self) -> None:
+        started = time.monotonic()
+        medium = claim(self.path, self._size, self._direct_io, self._format)
+        engine: Engine | None = None
+        try:
+            engine = make_engine(medium.fd, self._io, self._queue_depth, self.path)
+            if self._wrap is not None:
+                engine = self._wrap(engine)
+            room = self._recover(medium, engine)
+        except BaseException:
+            if engine is not None:
+                engine.close()
+            os.close(medium.fd)
+            raise
+        self._medium, self._parts = medium, (engine, room, Store(room, medium.memory_alignment, self._flush))
+        for note in medium.notes:
+            log.warning("%s", note)
+        log.info(
+            "raw_block: %s open: %d objects, %.2f of %.2f GiB, O_DIRECT %s, %s, %.2f s",
+            self.path,
+            room.objects.count,
+            room.slabs.bytes_used / (1 << 30),
+            room.slabs.bytes_limit / (1 << 30),
+            "on" if medium.direct else "off",
+            engine.name,
+            time.monotonic() - started,
+        )
+
+    def _recover(self, medium: Medium, engine: Engine) -> Room:
+        geometry = medium.geometry
+        heads = read_heads(geometry, engine)
+        room = Room(geometry, engine, self._eviction, self._flush, sum(head.records for head in heads))
+        room.counters = self.counters
+        history, unreadable = read_history(geometry, engine)
+        report = recover(geometry, engine, room.objects, room.slabs, heads, history)
+        room.start_clock(report.clock)
+        if report.gapless:
+            room.journal.resume(report.next_lsn, report.tail, report.dirty)
+        else:  # what the headers said is the new beginning; the next page says that nothing before it is needed
+            used = [slab for slab in range(geometry.slabs) if room.slabs.blocks[slab]]
+            room.journal.resume(report.next_lsn, report.next_lsn, dict.fromkeys(used, report.next_lsn))
+        fresh = medium.formatted or not any(head.blocks for head in heads)
+        if not report.gapless and not fresh:
+            self.counters["journal_gaps"] += 1
+        self.counters["slabs_scanned"] += len(report.scanned)
+        self.counters["doubles"] += report.doubles
+        self.counters["unreadable_at_open"] += unreadable + report.unreadable
+        if report.scanned:
+            log.warning(
+                "raw_block: %s: %d of %d slabs were read header by header, because %s",
+                self.path,
+                len(report.scanned),
+                geometry.slabs,
+                "a table did not verify" if report.gapless else "the journal has a gap",
+            )
+        if report.scanned or not report.gapless:
+            with room.mutex:
+                dirty = room.journal.dirty_slabs()
+            if not room.journal.checkpoint(dirty):
+                room.journal.anchor()
+        return room
+
+    def close(self) -> None:
+        with self._state:
+            parts, self._parts = self._parts, None
+            self._state.wait_for(lambda: not self._running, _CLOSE_PATIENCE_S)
+        if parts is None:
+            return
+        engine, room, _ = parts
+        with room.mutex:
+            changed = set(room.journal.dirty_slabs()) | set(np.flatnonzero(room.touched).tolist())
+        room.journal.commit()
+        if not room.journal.checkpoint(sorted(slab for slab in changed if room.slabs.blocks[slab])):
+            room.journal.anchor()
+        engine.sync()
+        engine.close()
+        assert self._medium is not None
+        fcntl.flock(self._medium.fd, fcntl.LOCK_UN)
+        os.close(self._medium.fd)
+
+    def use_arena(self, arena: memoryview) -> bool:
+        """Most payloads will lie in here, and it stays mapped.  Call before the worker threads start."""
+        return self._parts is not None and self._parts[0].use_arena(arena)
+
+    @contextmanager
+    def _use(self) -> Iterator[tuple[Room, Store] | None]:
+        with self._state:
+            parts = self._parts
+            if parts is not None:
+                self._running += 1
+        try:
+            yield parts[1:] if parts is not None else None
+        finally:
+            if parts is not None:
+                with self._state:
+                    self._running -= 1
+                    if not self._running:
+                        self._state.notify_all()
+
+    # Objects
+
+    def lookup(self, keys: Sequence[Key]) -> builtins.list[bool]:
+        with self._use() as parts:
+            if parts is None:
+                return [False] * len(keys)
+            room = parts[0]
+            with room.mutex:
+                rows = room.objects.find(keys)
+                room.touch(rows[rows >= 0])
+            return [bool(row >= 0) for row in rows]
+
+    def store(self, items: Sequence[tuple[Key, memoryview, int]]) -> builtins.list[Result]:
+        with self._use() as parts:
+            if parts is None:
+                return [_CLOSED] * len(items)
+            results: builtins.list[Result] = []
+            for start in range(0, len(items), GROUP):
+                results += parts[1].store(items[start : start + GROUP])
+            return results
+
+    def load(self, items: Sequence[tuple[Key, memoryview]]) -> builtins.list[Result]:
+        with self._use() as parts:
+            if parts is None:
+                return [_CLOSED] * len(items)
+            results: builtins.list[Result] = []
+            for start in range(0, len(items), GROUP):
+                results += parts[1].load(items[start : start + GROUP])
+            return results
+
+    def delete(self, keys: Sequence[Key]) -> int:
+        with self._use() as parts:
+            return parts[1].delete(keys) if parts is not None else 0
+
+    def list(self, cursor: bytes, limit: int) -> Listing:
+        with self._use() as parts:
+            if parts is None or limit <= 0:
+                return Listing([], b"")
+            objects = parts[0].objects
+            at = _CURSOR.unpack(cursor)[0] if len(cursor) == _CURSOR.size else 0
+            found: builtins.list[tuple[Key, int]] = []
+            with parts[0].mutex:
+                while at < objects.end and len(found) < limit:
+                    rows = objects.visible(at, at + _LIST_STEP)[: limit - len(found)].tolist()
+                    found += [(objects.key(row), objects.size(row)) for row in rows]
+                    at = rows[-1] + 1 if rows and len(found) == limit else at + _LIST_STEP
+                more = at < objects.end
+            return Listing(found, _CURSOR.pack(at) if more else b"")
+
+    def usage(self) -> Usage:
+        with self._use() as parts:
+            if parts is None:
+                return Usage(0, 0, 0)
+            room = parts[0]
+            with room.mutex:
+                return Usage(room.slabs.bytes_used, room.slabs.bytes_limit, room.objects.count)
+
+    # Looking inside
+
+    @property
+    def geometry(self) -> Geometry:
+        assert self._medium is not None
+        return self._medium.geometry
+
+    def slot_of(self, key: Key) -> int | None:
+        """Byte offset of the object's header on the medium."""
+        with self._use() as parts:
+            if parts is None:
+                return None
+            room = parts[0]
+            with room.mutex:
+                row = int(room.objects.find([key])[0])
+                if row < 0:
+                    return None
+                slab, slot = room.objects.place(row)
+                return room.geometry.slot_offset(slab, slot, int(room.slabs.blocks[slab]))
+
+    def check_integrity(self) -> None:
+        """When nothing is running.  Raises if a slot is lost or used twice, or a count is wrong."""
+        with self._use() as parts:
+            if parts is not None:
+                parts[0].check_integrity()

@@ -1,0 +1,184 @@
+"""Batches of positioned reads and writes, many in flight at once.
+
+A *transfer* is a run of bytes of the medium and the pieces of memory that it comes from or goes to, by address.  An
+engine carries out a batch of transfers with up to ``queue_depth`` of them in flight, and says for each 0 or an errno;
+it raises nothing for what the medium does.  Large transfers are cut, so that one large object also gets depth.  A short
+read or write is continued where it stopped; one that makes no progress is EIO.
+
+`run` returns only when nothing is in flight any more: the memory is the caller's again, whatever happened.
+
+Two engines, the same contract: io_uring (raw_uring) where the kernel lets us, else preadv/pwritev in threads.
+Both are used from many threads at once.
+"""
+
+from __future__ import annotations
+
+import abc
+import ctypes
+import errno
+import mmap
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+
+CUT = 1 << 20  # bytes of one request; a multiple of every block size
+MAX_PIECES = 8
+MAX_THREADS = 64
+
+Piece = tuple[int, int]  # address, length
+
+
+class Transfer(NamedTuple):
+    offset: int
+    pieces: tuple[Piece, ...]
+
+
+class Part(NamedTuple):
+    """One request: at most CUT bytes of one transfer of the batch."""
+
+    owner: int
+    offset: int
+    pieces: tuple[Piece, ...]
+    length: int
+
+
+def address_of(view: memoryview) -> int:
+    """Where a contiguous buffer lies.  The caller keeps it alive."""
+    return int(np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0]) if len(view) else 0
+
+
+def advance(pieces: tuple[Piece, ...], done: int) -> tuple[Piece, ...]:
+    """``pieces`` without their first ``done`` bytes."""
+    rest: list[Piece] = []
+    for address, length in pieces:
+        skip = min(done, length)
+        done -= skip
+        if length > skip:
+            rest.append((address + skip, length - skip))
+    return tuple(rest)
+
+
+def _head(pieces: tuple[Piece, ...], want: int) -> tuple[Piece, ...]:
+    first: list[Piece] = []
+    for address, length in pieces:
+        if not want:
+            break
+        first.append((address, min(length, want)))
+        want -= min(length, want)
+    return tuple(first)
+
+
+def cut(transfers: Sequence[Transfer], limit: int = CUT) -> list[Part]:
+    parts: list[Part] = []
+    for owner, (offset, pieces) in enumerate(transfers):
+        left = sum(length for _, length in pieces)
+        if left <= limit:
+            parts.append(Part(owner, offset, pieces, left))
+            continue
+        while left:
+            # A small rest (a header, a tail block) travels with its neighbour.
+            take = left if left <= limit + limit // 4 else limit
+            parts.append(Part(owner, offset, _head(pieces, take), take))
+            pieces = advance(pieces, take)
+            offset, left = offset + take, left - take
+    return parts
+
+
+class Memory:
+    """Page-aligned private memory, for blocks that have no place in the caller's buffers."""
+
+    def __init__(self, size: int) -> None:
+        self._map = mmap.mmap(-1, max(size, mmap.PAGESIZE))
+        self.view = memoryview(self._map)
+        self.address = address_of(self.view)
+
+
+class Engine(abc.ABC):
+    """See the module."""
+
+    name: str
+
+    @abc.abstractmethod
+    def run(self, write: bool, transfers: Sequence[Transfer]) -> list[int]:
+        """0 or errno for each transfer."""
+
+    @abc.abstractmethod
+    def sync(self) -> int:
+        """Everything written before is on the medium, caches of the device included.  0 or errno."""
+
+    @abc.abstractmethod
+    def close(self) -> None: ...
+
+    def use_arena(self, arena: memoryview) -> bool:
+        """Most transfers will be in this memory, which stays mapped.  True = that helps this engine."""
+        return False
+
+
+class _Iovec(ctypes.Structure):
+    _fields_ = [("base", ctypes.c_void_p), ("length", ctypes.c_size_t)]
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+for _call in (_libc.preadv, _libc.pwritev):
+    _call.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64]
+    _call.restype = ctypes.c_ssize_t
+
+
+def transfer_now(fd: int, write: bool, part: Part) -> int:
+    """One part, by preadv or pwritev in the calling thread."""
+    call = _libc.pwritev if write else _libc.preadv
+    offset, pieces = part.offset, part.pieces
+    while pieces:
+        vector = (_Iovec * len(pieces))(*(_Iovec(*piece) for piece in pieces))
+        done = call(fd, ctypes.addressof(vector), len(pieces), offset)
+        if done < 0:
+            number = ctypes.get_errno()
+            if number in (errno.EINTR, errno.EAGAIN):
+                continue
+            return number
+        if done == 0:
+            return errno.EIO
+        pieces = advance(pieces, done)
+        offset += done
+    return 0
+
+
+def sync_now(fd: int) -> int:
+    try:
+        os.fdatasync(fd)
+    except OSError as error:
+        return error.errno or errno.EIO
+    return 0
+
+
+class Threads(Engine):
+    """preadv and pwritev, ``queue_depth`` threads for all callers together."""
+
+    name = "threads"
+
+    def __init__(self, fd: int, queue_depth: int) -> None:
+        self._fd = fd
+        self._pool = ThreadPoolExecutor(min(queue_depth, MAX_THREADS), thread_name_prefix="raw-io")
+
+    def run(self, write: bool, transfers: Sequence[Transfer]) -> list[int]:
+        parts = cut(transfers)
+        results = [0] * len(transfers)
+        waiting: list[Future[int]] = []
+        try:
+            for part in parts[1:]:
+                waiting.append(self._pool.submit(transfer_now, self._fd, write, part))
+            if parts:  # the caller's own thread is one of the hands
+                results[parts[0].owner] = transfer_now(self._fd, write, parts[0])
+        finally:
+            for part, future in zip(parts[1:], waiting, strict=False):
+                results[part.owner] = future.result() or results[part.owner]
+        return results
+
+    def sync(self) -> int:
+        return sync_now(self._fd)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True)

@@ -1,0 +1,385 @@
+"""The two ways of an object: into its slot, and out of it.
+
+    store:  slots reserved ─► payloads ─► flush ─► headers ─► journal page ─► flush ─► visible ─► OK
+    load:   row pinned ─► header and payload in one read ─► seal, key, length, checksum ─► OK
+
+The flushes are there with "durability": "data": a header then never vouches for a payload that the power took, and what
+was acknowledged survives a power cut.  With "none" a killed process loses nothing either; after a power cut the newest
+objects may be missing, or their checksum shows that they are torn.
+
+Payloads go from and to the caller's memory.  Only what the medium's blocks force on us is copied: the last, partial
+block, or all of a view whose address the device cannot take.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvkeep.l2.adapter import MISS, OK, Key, Outcome, Result
+from kvkeep.l2.raw_io import Memory, Piece, Transfer, address_of
+from kvkeep.l2.raw_journal import INSERT, drops
+from kvkeep.l2.raw_layout import blocks_of, pack_slot_header, unpack_slot_header
+from kvkeep.l2.raw_objects import Batch
+from kvkeep.l2.raw_room import Room
+from kvkeep.l2.raw_slabs import Place
+from kvkeep.l2.record import Header, payload_checksum
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_MEDIA_ERRORS = (errno.EIO, errno.EILSEQ, errno.ENODATA)
+_BACKLOG = 65536  # records that wait for a journal that cannot be written; beyond it stores fail at once
+_BAD_READS = 2  # media errors of one object in a row after which it is given up
+
+I64 = npt.NDArray[np.int64]
+Item = tuple[Key, memoryview, int]
+
+
+class _Pieces:
+    """Memory of one object's payload as whole blocks."""
+
+    def __init__(self, view: memoryview, block: int, alignment: int) -> None:
+        self.view = view
+        n = len(view)
+        address = address_of(view)
+        self.direct = n - n % block if address % alignment == 0 else 0
+        rest = n - self.direct
+        self.bounce = Memory(rest + -rest % block) if rest or not n else None
+        pieces: list[Piece] = [(address, self.direct)] if self.direct else []
+        if self.bounce is not None:
+            pieces.append((self.bounce.address, max(block, rest + -rest % block)))
+        self.pieces = tuple(pieces)
+        # The adapter keeps ``view`` for as long as the device may use these addresses.
+
+    def fill(self) -> None:
+        """Before a write."""
+        if self.bounce is not None and len(self.view) > self.direct:
+            rest = np.frombuffer(self.view, dtype=np.uint8)[self.direct :]
+            np.copyto(np.frombuffer(self.bounce.view, dtype=np.uint8)[: len(rest)], rest)
+
+    def drain(self) -> None:
+        """After a read."""
+        if self.bounce is not None and len(self.view) > self.direct:
+            rest = np.frombuffer(self.view, dtype=np.uint8)[self.direct :]
+            np.copyto(rest, np.frombuffer(self.bounce.view, dtype=np.uint8)[: len(rest)])
+
+
+class _Storing(NamedTuple):
+    at: int  # in the batch
+    place: Place
+    key: Key
+    view: memoryview
+    checksum: int
+    sequence: int
+
+
+class _Loading(NamedTuple):
+    at: int
+    row: int
+    key: Key
+    place: Place
+    pieces: _Pieces
+
+
+def _failure(number: int) -> Result:
+    outcome = Outcome.NO_SPACE if number in _FULL else Outcome.IO_ERROR
+    return Result(outcome, number, f"the medium said {errno.errorcode.get(number, str(number))}")
+
+
+class Store:
+    """Thread-safe.  `store` and `load` take at most a group (see raw_block) at a time."""
+
+    def __init__(self, room: Room, alignment: int, flush: bool) -> None:
+        self.room, self._alignment, self._flush = room, alignment, flush
+        self._block = room.geometry.block
+        self._largest = room.geometry.largest()
+        self._storing: set[Key] = set()
+        self._bad_reads: dict[int, int] = {}
+
+    # Store
+
+    def store(self, items: Sequence[Item]) -> list[Result]:
+        journal = self.room.journal
+        if journal.queued > _BACKLOG and (number := journal.commit(flush=False)):
+            return [_failure(number)] * len(items)
+        results: list[Result | None] = [None] * len(items)
+        mine = self._plan(items, results)
+        try:
+            pieces = {i: _Pieces(items[i][1], self._block, self._alignment) for i in mine.values()}
+            sums = {i: items[i][2] or payload_checksum(items[i][1]) for i in mine.values()}
+            writing = self._reserve(items, mine, sums, results)
+            writing = self._write_payloads(writing, pieces, results)
+            writing = self._write_headers(writing, results)
+            self._make_visible(writing, results)
+        finally:
+            with self.room.mutex:
+                self._storing.difference_update(mine)
+        for i, result in enumerate(results):
+            if result is None:  # the same key stood earlier in the batch
+                results[i] = results[mine[items[i][0]]]
+        counters = self.room.counters
+        with self.room.mutex:
+            for result in results:
+                assert result is not None
+                counters[_NAMES[result.outcome]] += 1
+        return [result for result in results if result is not None]
+
+    def _plan(self, items: Sequence[Item], results: list[Result | None]) -> dict[Key, int]:
+        """What this call will write: key -> place in the batch.  The rest gets its result."""
+        room, mine = self.room, {}
+        with room.mutex:
+            rows = room.objects.find([key for key, _, _ in items])
+            for i, (key, view, _) in enumerate(items):
+                if rows[i] >= 0:
+                    results[i] = OK
+                    room.counters["present"] += 1
+                elif key in mine:
+                    continue
+                elif len(view) > self._largest:
+                    detail = f"{len(view)} bytes; the largest object of this medium has {self._largest}"
+                    results[i] = Result(Outcome.TOO_LARGE, detail=detail)
+                elif key in self._storing:
+                    results[i] = Result(Outcome.BUSY, detail="another store of this key is running")
+                else:
+                    mine[key] = i
+                    self._storing.add(key)
+            room.touch(rows[rows >= 0])
+        return mine
+
+    def _reserve(
+        self, items: Sequence[Item], mine: dict[Key, int], sums: dict[int, int], results: list[Result | None]
+    ) -> list[_Storing]:
+        by_class: dict[int, list[int]] = {}
+        for i in mine.values():
+            by_class.setdefault(blocks_of(len(items[i][1]), self._block), []).append(i)
+        writing: list[_Storing] = []
+        room = self.room
+        for blocks, members in by_class.items():
+            with room.mutex:
+                size_class = room.slabs.size_class(blocks)
+            places = room.reserve(size_class, len(members)) if size_class is not None else []
+            with room.mutex:
+                sequences = room.clock.stamps(len(members)).tolist()
+            for i, place, sequence in zip(members, places, sequences, strict=False):
+                writing.append(_Storing(i, place, items[i][0], items[i][1], sums[i], sequence))
+            for i in members[len(places) :]:
+                used = f"{room.slabs.bytes_used} of {room.slabs.bytes_limit} bytes are used"
+                results[i] = Result(Outcome.NO_SPACE, errno.ENOSPC, f"no slot could be made free: {used}")
+        writing.sort(key=lambda one: one.at)
+        return writing
+
+    def _write_payloads(
+        self, writing: list[_Storing], pieces: dict[int, _Pieces], results: list[Result | None]
+    ) -> list[_Storing]:
+        if not writing:
+            return []
+        for one in writing:
+            pieces[one.at].fill()
+        transfers = [Transfer(self._offset(one.place) + self._block, pieces[one.at].pieces) for one in writing]
+        numbers = self.room.engine.run(True, transfers)
+        if self._flush and not all(numbers):
+            number = self.room.engine.sync()
+            numbers = [own or number for own in numbers]
+        return self._sift(writing, numbers, results)
+
+    def _write_headers(self, writing: list[_Storing], results: list[Result | None]) -> list[_Storing]:
+        if not writing:
+            return []
+        memory = Memory(len(writing) * self._block)
+        transfers = []
+        for i, one in enumerate(writing):
+            header = Header(one.key, len(one.view), len(one.view), one.checksum, sequence=one.sequence)
+            data = pack_slot_header(header, self.room.geometry, one.place.slab, one.place.slot, one.place.generation)
+            memory.view[i * self._block : i * self._block + len(data)] = data
+            transfers.append(Transfer(self._offset(one.place), ((memory.address + i * self._block, self._block),)))
+        return self._sift(writing, self.room.engine.run(True, transfers), results)
+
+    def _sift(self, writing: list[_Storing], numbers: list[int], results: list[Result | None]) -> list[_Storing]:
+        """Those that went well; the others get their result and give their slots back."""
+        failed = [one for one, number in zip(writing, numbers, strict=True) if number]
+        if not failed:
+            return writing
+        for one, number in zip(writing, numbers, strict=True):
+            if number:
+                results[one.at] = _failure(number)
+        with self.room.mutex:
+            self.room.slabs.give(*_places(failed))
+        return [one for one, number in zip(writing, numbers, strict=True) if not number]
+
+    def _make_visible(self, writing: list[_Storing], results: list[Result | None]) -> None:
+        if not writing:
+            return
+        room = self.room
+        slabs, slots = _places(writing)
+        with room.mutex:
+            spaces = [room.objects.space(one.key) for one in writing]
+            batch = Batch(
+                np.array(spaces, dtype=np.uint64),
+                np.frombuffer(b"".join(one.key.chunk for one in writing), dtype=np.uint64).reshape(-1, 4),
+                np.array([len(one.view) for one in writing], dtype=np.uint64),
+                slabs.astype(np.uint64),
+                slots.astype(np.uint64),
+                np.array([one.sequence for one in writing], dtype=np.uint64),
+            )
+            rows = room.objects.add(batch)
+            room.slabs.fill(slabs, slots, rows)
+            records = room.objects.pack(rows)
+            records["op"] = INSERT
+            room.journal.append(records)
+        number = room.journal.commit()
+        with room.mutex:
+            if number:  # the records stay first in line, and what undoes them comes behind
+                room.slabs.empty(slabs, slots)
+                room.journal.append(drops(slabs.tolist(), slots.tolist()))
+                room.slabs.give(slabs, slots)
+                room.objects.free(rows)
+            else:
+                room.objects.publish(rows)
+                room.touch(rows)
+        for one in writing:
+            results[one.at] = _failure(number) if number else OK
+
+    def _offset(self, place: Place) -> int:
+        return self.room.geometry.slot_offset(place.slab, place.slot, place.blocks)
+
+    # Load
+
+    def load(self, items: Sequence[tuple[Key, memoryview]]) -> list[Result]:
+        room = self.room
+        results = [MISS] * len(items)
+        loading: list[_Loading] = []
+        with room.mutex:
+            rows = room.objects.find([key for key, _ in items])
+            for i, (key, view) in enumerate(items):
+                row = int(rows[i])
+                if row < 0:
+                    continue
+                size = room.objects.size(row)
+                if size != len(view):
+                    detail = f"{size} bytes are stored, {len(view)} were asked for"
+                    results[i] = Result(Outcome.MISS, detail=detail)
+                    room.counters["wrong_length"] += 1
+                    rows[i] = -1
+                    continue
+                slab, slot = room.objects.place(row)
+                place = Place(slab, slot, int(room.slabs.blocks[slab]), int(room.slabs.generation[slab]))
+                room.pin(row)
+                loading.append(_Loading(i, row, key, place, _Pieces(view, self._block, self._alignment)))
+            room.touch(rows[rows >= 0])
+        wrong: set[int] = set()
+        try:
+            wrong = self._read(loading, results)
+        finally:
+            self._end_reading(loading, wrong)
+        with room.mutex:
+            for result in results:
+                room.counters[_LOADED.get(result.outcome, "io_errors")] += 1
+        return results
+
+    def _read(self, loading: list[_Loading], results: list[Result]) -> set[int]:
+        """Fill the views.  Returns the rows that must go."""
+        block, geometry = self._block, self.room.geometry
+        headers = Memory(len(loading) * block)
+        transfers = [
+            Transfer(self._offset(one.place), ((headers.address + i * block, block), *one.pieces.pieces))
+            for i, one in enumerate(loading)
+        ]
+        wrong: set[int] = set()
+        for i, (one, number) in enumerate(zip(loading, self.room.engine.run(False, transfers), strict=True)):
+            if number:
+                results[one.at] = _failure(number)
+                if number in _MEDIA_ERRORS and self._is_bad(one.row):
+                    wrong.add(one.row)
+                continue
+            self._bad_reads.pop(one.row, None)
+            one.pieces.drain()
+            data = headers.view[i * block : (i + 1) * block]
+            header = unpack_slot_header(data, geometry, one.place.slab, one.place.slot, one.place.generation)
+            if (
+                header is None
+                or header.key != one.key
+                or header.stored_bytes != len(one.pieces.view)
+                or header.checksum != payload_checksum(one.pieces.view)
+            ):
+                if not self.room.objects.recency[one.row]:  # deleted while we read
+                    results[one.at] = MISS
+                    continue
+                what = "payload" if header is not None else "header"
+                results[one.at] = Result(Outcome.CORRUPT, detail=f"the {what} did not verify; the object is removed")
+                wrong.add(one.row)
+            else:
+                results[one.at] = OK
+        return wrong
+
+    def _is_bad(self, row: int) -> bool:
+        """One error may pass; an object that keeps giving them would never be stored anew."""
+        with self.room.mutex:
+            if len(self._bad_reads) > 4096:
+                self._bad_reads.clear()
+            self._bad_reads[row] = self._bad_reads.get(row, 0) + 1
+            return self._bad_reads[row] >= _BAD_READS
+
+    def _end_reading(self, loading: list[_Loading], wrong: set[int]) -> None:
+        room = self.room
+        with room.mutex:
+            # Another reader may have removed it already.
+            going = np.array([row for row in wrong if room.objects.recency[row]], dtype=np.int64)
+            if len(going):
+                room.hide(going)
+            for one in loading:
+                if one.row not in wrong:
+                    room.unpin(one.row)
+        if wrong:
+            room.journal.commit()
+            with room.mutex:
+                room.let_go(going)
+                for one in loading:
+                    if one.row in wrong:
+                        room.unpin(one.row)
+
+    # Delete
+
+    def delete(self, keys: Sequence[Key]) -> int:
+        """Journal first, then the headers, so that no scan brings them back; then the slots are free."""
+        room = self.room
+        with room.mutex:
+            rows = np.unique(room.objects.find(keys))
+            rows = rows[rows >= 0]
+            if not len(rows):
+                return 0
+            slabs, slots = room.objects.places(rows)
+            blocks = room.slabs.blocks[slabs]
+            room.hide(rows)
+            room.counters["deleted"] += len(rows)
+        failed = room.journal.commit(flush=False)
+        memory = Memory(self._block)
+        transfers = [
+            Transfer(room.geometry.slot_offset(*place), ((memory.address, self._block),))
+            for place in zip(slabs.tolist(), slots.tolist(), blocks.tolist(), strict=True)
+        ]
+        if any(room.engine.run(True, transfers)) or failed or (self._flush and room.engine.sync()):
+            with room.mutex:
+                room.counters["delete_not_durable"] += 1
+        with room.mutex:
+            room.let_go(rows)
+        return len(rows)
+
+
+def _places(writing: list[_Storing]) -> tuple[I64, I64]:
+    return (
+        np.array([one.place.slab for one in writing], dtype=np.int64),
+        np.array([one.place.slot for one in writing], dtype=np.int64),
+    )
+
+
+_NAMES = {
+    Outcome.OK: "stored",
+    Outcome.NO_SPACE: "no_space",
+    Outcome.IO_ERROR: "io_errors",
+    Outcome.TOO_LARGE: "too_large",
+    Outcome.BUSY: "busy",
+}
+_LOADED = {Outcome.OK: "loaded", Outcome.MISS: "missed", Outcome.CORRUPT: "corrupt"}
