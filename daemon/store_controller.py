@@ -106,6 +106,8 @@ class StoreController:
         arena.fresh = []
         self.counters = arena.counters
         self._cap = cap
+        # In a buffer nothing may be overlooked: what is shed would block L1 until the next scan finds it.
+        self._queue_limit = arena.bytes_total if self.skip_l1 else cap
         self._feeds = [Feed(mover) for mover in movers]
         self._every_bit = np.uint32(sum(mover.bit for mover in movers))
         self._held: dict[int, References] = {}  # by Put: id of the References
@@ -170,8 +172,8 @@ class StoreController:
     # ---- finding what is to be stored --------------------------------------------------------------------------------
 
     def _shed(self, feed: Feed) -> None:
-        if feed.queue.nbytes > self._cap:
-            dropped = feed.queue.shed(self._cap)
+        if feed.queue.nbytes > self._queue_limit:
+            dropped = feed.queue.shed(self._queue_limit)
             feed.mover.totals["stores_shed"] += dropped
             self.counters["l2_stores_shed"] += dropped
             feed.scan_wanted = True

@@ -127,7 +127,7 @@ def _lines(document: Mapping[str, Any]) -> Iterator[str]:
     adapters = [({"adapter": str(a.get("name", "")), "type": str(a.get("type", ""))}, a) for a in _items(d.get("l2"))]
     for key, (name, kind, text) in _L2.items():
         yield from _metric(name, kind, text, [(labels, _number(a.get(key))) for labels, a in adapters])
-    up = [(labels, int(a.get("phase") == "serving" and a.get("breaker") == "closed")) for labels, a in adapters]
+    up = [(labels, float(a.get("phase") == "serving" and a.get("breaker") == "closed")) for labels, a in adapters]
     yield from _metric("l2_available", "gauge", "1 when the adapter is given jobs", up)
     failed = [
         (labels | {"reason": str(reason)}, _number(count))
