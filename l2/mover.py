@@ -5,7 +5,9 @@ order of `_RANK` and call the adapter; each job gets exactly one `Answer`. See j
 
 * Loads come first: at least one worker never stores, and a store is cut into slices between which it steps aside as
   long as loads are about (but not for ever: see MAX_ASIDE_S).
-* A fault of the medium is tried again within the deadline. What the adapter raises is a fault of all its chunks.
+* A fault of the medium is tried again within the deadline.
+* An adapter that raises out of a load or a store has lost control, maybe of threads of its own that still use the
+  extents. There is no answer for such a job: the process ends, and with it whatever it was doing.
 * A worker that the medium never lets go of (STALL_S past its deadline) stops the heart beat, so that control kills
   this process: the only way to get the extents of such a job back.
 * EOF on the channel is the end of control, and of this process.
@@ -40,6 +42,7 @@ STALL_S = 60.0
 BEAT_S = 1.0
 FINISH_S = 1.5  # for running jobs, when told to stop
 _RANK: dict[type[j.Job], int] = {j.Find: 0, j.Measure: 0, j.Probe: 0, j.Get: 1, j.Put: 2, j.Drop: 3}
+EXIT_OUT_OF_CONTROL = 70
 MAX_COUNTERS = 256  # of an adapter's own that are shown
 _FAULTS = (Outcome.IO_ERROR, Outcome.UNAVAILABLE)
 _PROBE_BYTES = 4096
@@ -237,11 +240,9 @@ class Mover:
     def _guarded(self, call: Callable[[list[Any]], list[Result]], items: list[Any]) -> list[Result]:
         try:
             results = call(items)
-        except OSError as e:
-            results = [Result(Outcome.IO_ERROR, e.errno or errno.EIO, str(e))] * len(items)
-        except Exception as e:
-            log.exception("%s: the adapter failed", self.name)
-            results = [Result(Outcome.UNAVAILABLE, 0, f"{type(e).__name__}: {e}")] * len(items)
+        except Exception:
+            log.exception("%s: the adapter raised with extents in its hands; this process ends", self.name)
+            os._exit(EXIT_OUT_OF_CONTROL)
         if len(results) != len(items):
             raise RuntimeError(f"the adapter gave {len(results)} results for {len(items)} items")
         return results

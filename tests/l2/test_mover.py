@@ -152,18 +152,28 @@ def test_a_fault_is_tried_again_and_then_reported(bench: Callable[..., Bench]) -
     assert b.answered(2)["again"] == [Code.OK]
 
 
-def test_an_adapter_that_raises_fails_its_jobs_only(bench: Callable[..., Bench]) -> None:
+def test_an_adapter_that_raises_without_extents_fails_its_job_only(bench: Callable[..., Bench]) -> None:
     b = bench()
     b.serving()
     (b.folder / "raise").touch()
-    b.put("put", [1])
     b.find("find", [1, 2])
-    answers = b.answered(2)
-    assert answers == {"put": [Code.UNAVAILABLE], "find": [Code.UNAVAILABLE] * 2}
+    assert b.answered(1) == {"find": [Code.UNAVAILABLE] * 2}
     (b.folder / "raise").unlink()
     b.put("again", [1])
-    assert b.answered(3)["again"] == [Code.OK]
+    assert b.answered(2)["again"] == [Code.OK]
     assert b.mover.child.restarts == 0
+
+
+def test_an_adapter_that_raises_with_extents_ends_its_mover(bench: Callable[..., Bench]) -> None:
+    b = bench()
+    b.serving()
+    (b.folder / "raise").touch()
+    b.get("get", [1])
+    assert b.answered(1) == {"get": [Code.LOST]}
+    (b.folder / "raise").unlink()
+    b.serving()
+    b.put("again", [1])
+    assert b.answered(2)["again"] == [Code.OK]
 
 
 def test_an_extent_outside_the_arena_is_refused(bench: Callable[..., Bench]) -> None:
