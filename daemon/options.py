@@ -248,8 +248,9 @@ OPTIONS: tuple[Option, ...] = (
         "eviction-policy",
         "choice",
         "LRU",
-        "what goes when memory is short: LRU, tails before heads; noop = nothing, stores are refused",
-        choices=("LRU", "noop"),
+        "what goes when memory is short, of every chain its tail first: Adaptive = what it learnt to be used least, "
+        "ARC, S3FIFO, LRU; noop = nothing, stores are refused",
+        choices=("Adaptive", "ARC", "S3FIFO", "LRU", "noop"),
     ),
     Option(
         "eviction-trigger-watermark", "float", 0.95, "share of the bytes in use at which eviction starts", 0.01, 1.0

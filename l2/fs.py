@@ -315,13 +315,13 @@ class FsAdapter(Adapter):
             return Result(Outcome.IO_ERROR, errno.EINVAL, "an object without payload")
         mine = False
         try:
-            if self._present(root, name, used_ns):
+            if self._present(root, name, size, used_ns):
                 return OK
             mine = self._index.begin_store(name)
             if not mine:
                 self._count("busy")
                 return Result(Outcome.BUSY)
-            if self._present(root, name, used_ns):  # somebody else has just finished
+            if self._present(root, name, size, used_ns):  # somebody else has just finished
                 return OK
             if not self._room.reserve(name, min(size + _METADATA, self._index.limit)):
                 self._count("no_space")
@@ -342,10 +342,14 @@ class FsAdapter(Adapter):
             if mine:
                 self._index.end_store(name)
 
-    def _present(self, root: Root, name: bytes, used_ns: int) -> bool:
+    def _present(self, root: Root, name: bytes, size: int, used_ns: int) -> bool:
         if name not in self._index:
             return False
         try:
+            about = root.stat(name)
+            if about.st_size != size:  # cut by somebody, or never written by a machine that lost power
+                self._count("truncated_removed", self._room.remove(root, name, (about.st_ino, about.st_mtime_ns)))
+                return False
             root.set_used(name, used_ns)
         except OSError as error:
             if error.errno not in GONE:

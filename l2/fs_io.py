@@ -62,7 +62,7 @@ class _Pages(threading.local):
     """A header page and a tail page per thread."""
 
     def __init__(self) -> None:
-        memory = memoryview(mmap.mmap(-1, 2 * PAGE))
+        memory = memoryview(mmap.mmap(-1, 2 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))  # not a fork's, too
         self.header, self.tail = memory[:PAGE], memory[PAGE:]
 
 

@@ -73,7 +73,7 @@ class Root:
             self.fd = _own_directory(self.path, "objects")
             self._tmp_fd = _own_directory(self.path, "tmp")
             self._lock_temps()
-            self._remove_dead_temps(everything=not shared)
+            self._remove_dead_temps()
             if len(os.listdir(self.fd)) < len(FOLDERS):
                 for folder in FOLDERS:
                     self._make_folder(folder)
@@ -141,30 +141,32 @@ class Root:
                 return
             os.close(fd)
 
-    def _remove_dead_temps(self, everything: bool) -> None:
-        """Of processes that are gone: nobody holds their lock, or it is not there.  Alone in the root: all others."""
+    def _remove_dead_temps(self) -> None:
+        """Of processes that are gone: nobody holds their lock, so we can (files without a lock get one for that)."""
         names = [match for match in map(_TEMP.match, os.listdir(self._tmp_fd)) if match and match[1] != self._id]
         for owner in {match[1] for match in names}:
             lock = f"{owner}.lock"
-            fd = -1
             try:
-                fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self._tmp_fd)
-                if not everything:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except FileNotFoundError:
-                pass  # it precedes the files and is removed after them
-            except BlockingIOError:
-                os.close(fd)
+                fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=self._tmp_fd)
+            except OSError:
                 continue
-            for match in (*(m for m in names if m[1] == owner and m[2] != "lock"), None):  # the lock last
-                try:
-                    os.unlink(match[0] if match else lock, dir_fd=self._tmp_fd)
-                    if match:
-                        self._count("stale_temps_removed")
-                except FileNotFoundError:
-                    pass
-            if fd >= 0:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(fd).st_nlink:  # else another process has just done this
+                    self._remove_temps([match[0] for match in names if match[1] == owner and match[2] != "lock"])
+                    os.unlink(lock, dir_fd=self._tmp_fd)
+            except BlockingIOError:
+                pass  # alive
+            finally:
                 os.close(fd)
+
+    def _remove_temps(self, names: list[str]) -> None:
+        for name in names:
+            try:
+                os.unlink(name, dir_fd=self._tmp_fd)
+                self._count("stale_temps_removed")
+            except FileNotFoundError:
+                pass
 
     def release(self) -> None:
         if self._lock_fd >= 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Mapping
 
 from kvkeep.l2.adapter import AdapterError
@@ -30,11 +31,11 @@ class Options:
         self, key: str, default: float, *, least: float = 0.0, most: float = float("inf"), above: float | None = None
     ) -> float:
         value = self.take(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise self.wrong(key, value, "a number")
         low = f"above {above:g}" if above is not None else f"{least:g} or more"
         limits = low if most == float("inf") else f"{low} and at most {most:g}"
-        if not (least <= value <= most) or (above is not None and value <= above):  # NaN fails every comparison
+        if not (least <= value <= most) or (above is not None and value <= above):
             raise self.wrong(key, value, f"a number, {limits}")
         return float(value)
 

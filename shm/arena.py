@@ -25,7 +25,8 @@ from kvkeep.shm.heads import Heads
 from kvkeep.shm.index import Index
 from kvkeep.shm.layout import State
 from kvkeep.shm.namespaces import Namespace, NamespaceTable
-from kvkeep.shm.recency import POLICIES, Clock, LruOrder
+from kvkeep.shm.policies import POLICIES, Order
+from kvkeep.shm.recency import Clock
 from kvkeep.shm.slabs import SizeClass, Slabs
 from kvkeep.shm.table import EntryTable
 
@@ -93,7 +94,7 @@ class Arena:
         self.evicts = self._policy.evicts
         self._watermark, self._ratio = watermark, ratio
         self._draining_to: int | None = None  # bytes; a watermark eviction is under way
-        self._orders: dict[int, LruOrder] = {}
+        self._orders: dict[int, Order] = {}
         self._taken = np.zeros(table.capacity, dtype=np.uint64)  # shards being written
         self._doomed = np.zeros(table.capacity, dtype=bool)  # given up, but a writer is still at it
         self._passing = np.zeros(table.capacity, dtype=bool)  # leaves L1 with its last reference
@@ -116,10 +117,10 @@ class Arena:
         blocked = blocked and not self._doomed[found.entries[n]]  # nobody waits for what is given up
         return Prefix(found.entries[:n], int(found.entries[n]) if blocked else -1)
 
-    def touch(self, namespace: Namespace, chain: I64) -> None:
-        """Entries of one chain, root first, become the most recent ones."""
+    def touch(self, namespace: Namespace, chain: I64, *, read: bool = True) -> None:
+        """Entries of one chain, root first, become the most recent ones.  ``read``: found, as opposed to stored."""
         if len(chain):
-            self._order(namespace.extent_bytes).touch(chain, self.clock.stamps(len(chain)))
+            self._order(namespace.extent_bytes).touch(chain, self.clock.stamps(len(chain)), read=read)
 
     def acquire(self, entries: I64) -> None:
         """One more reference on each; ``entries`` are distinct."""
@@ -196,7 +197,7 @@ class Arena:
         granted_at = np.concatenate((writing[joined], wanted[: len(made)])) if len(joined) else wanted[: len(made)]
         entries[start:][wanted[: len(made)]] = made
         resident = entries[entries >= 0]
-        self.touch(namespace, resident)
+        self.touch(namespace, resident, read=False)
         granted_at = np.sort(granted_at)
         verdicts[granted_at] = GRANTED
         granted = entries[start:][granted_at]
@@ -340,6 +341,7 @@ class Arena:
         if len(ready):
             self.counters["entries_given_up"] += len(ready)
             self.bytes_reserved -= int(self.table.extent_bytes[ready].sum())
+            self._leave_orders(ready)
             self._forget(ready, quarantine=quarantine)
 
     def _seal(self, entries: I64) -> None:
@@ -480,8 +482,15 @@ class Arena:
         if len(entries):
             self.counters[counted_as] += len(entries)
             self.table.begin_evict(entries)
+            self._leave_orders(entries)
             self._forget(entries, quarantine=False)
         return len(entries)
+
+    def _leave_orders(self, entries: I64) -> None:
+        """For entries that go, but not by `pop`."""
+        extents = self.table.extent_bytes[entries]
+        for extent in np.unique(extents):
+            self._order(int(extent)).leave(entries[extents == extent])
 
     def _forget(self, entries: I64, *, quarantine: bool) -> None:
         table = self.table
@@ -541,10 +550,10 @@ class Arena:
 
     # ---- the rest ----------------------------------------------------------------------------------------------------
 
-    def _order(self, extent: int) -> LruOrder:
+    def _order(self, extent: int) -> Order:
         order = self._orders.get(extent)
         if order is None:
-            order = self._orders[extent] = self._policy(self.table.recency)
+            order = self._orders[extent] = self._policy(self.table.recency, self.table.keys)
         return order
 
     def adopt_order(self, extent: int, entries: I64, stamps: U64) -> None:

@@ -11,6 +11,8 @@ of its tail; eviction in stamp order takes tails first.
 
 Records of entries that are met but cannot go now (referenced, being written) move to a *held* list, older than the log.
 It is looked through again once something was released.
+
+Other policies are made of several such logs over one ``recency`` column, see levels.py; policies.py has them by name.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ Evictable = Callable[[I64], npt.NDArray[np.bool_]]
 
 SEGMENT = 8192
 _SQUEEZE_SLACK = 65536
+NEVER = (1 << 63) - 1  # above every stamp
 
 
 class Clock:
@@ -56,7 +59,7 @@ class LruOrder:
     name = "LRU"
     evicts = True
 
-    def __init__(self, recency: U64) -> None:
+    def __init__(self, recency: U64, keys: U64 | None = None) -> None:
         self._recency = recency
         self._segments: list[_Segment] = [_Segment()]
         self._held_entries = np.empty(0, dtype=np.uint32)
@@ -65,12 +68,16 @@ class LruOrder:
         self._squeeze_at = 0
         self.records = 0  # in the log, stale ones included
 
-    def touch(self, chain: I64, stamps: U64) -> None:
+    def touch(self, chain: I64, stamps: U64, *, read: bool = True, tenant: int = 0) -> None:
         """``chain`` root to tail with its `Clock.stamps`: new entries and known ones alike."""
         self._recency[chain] = stamps
-        self._append(chain[::-1].astype(np.uint32), stamps[::-1])
+        self.append(chain[::-1].astype(np.uint32), stamps[::-1])
 
-    def _append(self, entries: npt.NDArray[np.uint32], stamps: U64) -> None:
+    def leave(self, entries: I64) -> None:
+        """These are about to be freed by somebody else than `pop`.  A log finds out by itself."""
+
+    def append(self, entries: npt.NDArray[np.uint32], stamps: U64) -> None:
+        """The log's part of a touch, in ascending order of stamp; the ``recency`` column has the stamps already."""
         self.records += len(entries)
         done = 0
         while done < len(entries):
@@ -89,13 +96,15 @@ class LruOrder:
         """Something lost a reference: held entries may go now."""
         self._held_changed = True
 
-    def pop(self, want: int, evictable: Evictable) -> I64:
-        """Up to ``want`` entries to evict, least recent first.  They leave the order (their recency becomes 0)."""
+    def pop(self, want: int, evictable: Evictable, before: int = NEVER) -> I64:
+        """Up to ``want`` entries to evict, least recent first.  They leave the order (their recency becomes 0).
+
+        ``before``: only entries with a lower stamp."""
         parts: list[I64] = []
         if self._held_changed and len(self._held_entries):
             entries, stamps = self._live(self._held_entries, self._held_stamps)
             may = evictable(entries.astype(np.int64))
-            going = np.flatnonzero(may)[:want]
+            going = np.flatnonzero(may & (stamps < np.uint64(before)))[:want]
             stay = np.ones(len(entries), dtype=bool)
             stay[going] = False
             self._held_entries, self._held_stamps = entries[stay], stamps[stay]
@@ -113,6 +122,10 @@ class LruOrder:
                 self._squeeze_at = max(0, self._squeeze_at - 1)
                 continue
             k = min(segment.end - segment.first, look)
+            if int(segment.stamps[segment.first + k - 1]) >= before:
+                k = int(np.searchsorted(segment.stamps[segment.first : segment.first + k], np.uint64(before)))
+                if not k:
+                    break
             look *= 2  # a long stale stretch is crossed in few steps
             part = slice(segment.first, segment.first + k)
             live = np.flatnonzero(self._recency[segment.entries[part]] == segment.stamps[part])
@@ -140,8 +153,13 @@ class LruOrder:
         """Stamp of the least recent entry, held ones included; 0 = nothing is in the order."""
         entries, stamps = self._live(self._held_entries, self._held_stamps)
         self._held_entries, self._held_stamps = entries, stamps
-        if len(stamps):
-            return int(stamps[0])
+        return int(stamps[0]) if len(stamps) else self._oldest_logged()
+
+    def candidate(self) -> int:
+        """Stamp of the first entry that `pop` would look at; 0 = there is none."""
+        return self.oldest() if self._held_changed else self._oldest_logged()
+
+    def _oldest_logged(self) -> int:
         while True:
             segment = self._segments[0]
             part = slice(segment.first, segment.end)
@@ -187,7 +205,7 @@ class LruOrder:
 
     def adopt(self, entries: I64, stamps: U64) -> None:
         """Entries with the stamps they already have, in ascending order of stamp."""
-        self._append(entries.astype(np.uint32), stamps)
+        self.append(entries.astype(np.uint32), stamps)
 
     def members(self) -> I64:
         """Every entry in the order, least recent first.  For checks and listings; O(log)."""
@@ -204,8 +222,5 @@ class NoEviction(LruOrder):
     name = "noop"
     evicts = False
 
-    def pop(self, want: int, evictable: Evictable) -> I64:
+    def pop(self, want: int, evictable: Evictable, before: int = NEVER) -> I64:
         return np.empty(0, dtype=np.int64)
-
-
-POLICIES: dict[str, type[LruOrder]] = {"LRU": LruOrder, "noop": NoEviction}

@@ -25,9 +25,9 @@ def length_of(number: int) -> int:
     return 1 + 1543 * number  # up to 230 KB, mostly not whole pages
 
 
-def make(path: Path, capacity_mib: int, named: bool, fsync: str) -> FsAdapter:
+def make(path: Path, capacity_mib: int, named: bool, fsync: str, shared: bool = False) -> FsAdapter:
     config = {"type": "fs", "base_path": str(path), "capacity_gb": capacity_mib / 1024, "fsync": fsync, "io_threads": 2}
-    return FsAdapter(config, NamedTemps() if named else FileIO())
+    return FsAdapter({**config, "shared": shared}, NamedTemps() if named else FileIO())
 
 
 def write_until_killed(adapter: FsAdapter, seed: int, report: int) -> None:
@@ -117,10 +117,54 @@ def check(adapter: FsAdapter, one: Key) -> None:
 
 @pytest.mark.parametrize("evicting", [False, True])
 def test_a_killed_process_loses_nothing_that_it_acknowledged(tmp_path: Path, seed: int, evicting: bool) -> None:
-    crash_often(tmp_path / "kv", 20, seed, evicting=evicting)
+    crash_often(tmp_path / "kv", 16, seed, evicting=evicting)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("evicting", [False, True])
 def test_a_process_killed_often_loses_nothing_that_it_acknowledged(tmp_path: Path, seed: int, evicting: bool) -> None:
     crash_often(tmp_path / "kv", 150, seed, evicting=evicting)
+
+
+def test_two_that_share_are_killed_and_nothing_is_lost(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    path = tmp_path / "kv"
+    safe: set[int] = set()
+    for number in range(8):
+        read, write = os.pipe()
+        children = []
+        for own in (0, 1):
+            pid = os.fork()
+            if not pid:
+                with contextlib.suppress(BaseException):
+                    os.close(read)
+                    adapter = make(path, 256, named=bool((number + own) % 2), fsync="none", shared=True)
+                    adapter.open()
+                    while True:  # both store the same keys, in different orders
+                        numbers = chance.sample(range(own, KEYS), 2 + own)
+                        items = [(key(n), view(content(key(n), length_of(n))), 0) for n in numbers]
+                        for n, result in zip(numbers, adapter.store(items), strict=True):
+                            if result.outcome == Outcome.OK:
+                                os.write(write, b"+%d\n" % n)
+                os._exit(1)
+            children.append(pid)
+        os.close(write)
+        for pid in children:
+            time.sleep(0.02 + 0.2 * chance.random())
+            os.kill(pid, signal.SIGKILL)
+        for pid in children:
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+        with os.fdopen(read, "rb") as reports:
+            safe |= {int(report[1:]) for report in reports.read().split()}
+        adapter = make(path, 256, named=False, fsync="none")
+        adapter.open()
+        try:
+            there = {one for one, _ in adapter.list(b"", 10_000).objects}
+            missing = {n for n in safe if key(n) not in there}
+            assert not missing, f"acknowledged and lost: {missing}, {adapter.counters}"
+            assert adapter.usage().bytes_used == sum(file.stat().st_blocks * 512 for file in path.glob("objects/*/*"))
+            for one in there:
+                check(adapter, one)
+        finally:
+            adapter.close()
+    assert safe

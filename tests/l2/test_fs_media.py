@@ -21,6 +21,7 @@ from kvkeep.l2.adapter import AdapterError, Key, Outcome
 from kvkeep.l2.faults import Schedule
 from kvkeep.l2.fs import FsAdapter
 from kvkeep.l2.fs_io import FileIO
+from kvkeep.shm.policies import POLICIES
 from tests.conftest import unique_name
 from tests.l2.conformance import MIB, MISS, OBJECT, OK, content, get, key, put, view
 from tests.l2.test_fs import NamedTemps, file_of, flip
@@ -266,6 +267,25 @@ def test_what_is_being_read_is_not_evicted(make: Callable[..., FsAdapter]) -> No
     assert adapter.lookup([key(0)]) == [False]
 
 
+@pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"noop"}))
+def test_every_policy_keeps_the_limit_and_the_accounts(
+    make: Callable[..., FsAdapter], tmp_path: Path, policy: str
+) -> None:
+    adapter = make(eviction={"eviction_policy": policy})
+    put(adapter, key(0), length=50_000)
+    for number in range(1, 600):
+        assert put(adapter, key(number), length=50_000) == [OK]
+        if number % 20 == 0:
+            assert get(adapter, key(0), length=50_000) == [OK]
+        if number % 100 == 0:
+            adapter.delete([key(number)])
+    assert adapter.counters["evicted"] > 200
+    adapter.close()  # nothing is on its way out any more
+    used, limit, objects = adapter.usage()
+    assert limit // 2 < used <= limit
+    assert (used, objects) == (du(tmp_path / "kv"), len(list(tmp_path.glob("kv/objects/*/*"))))
+
+
 def test_in_one_batch_the_tail_goes_before_the_head(make: Callable[..., FsAdapter]) -> None:
     adapter = make()
     chain = [key(number) for number in range(8)]
@@ -505,6 +525,15 @@ def test_a_truncated_file_is_a_miss_and_goes(make: Callable[..., FsAdapter], len
     adapter = make()
     assert get(adapter, key(1))[0] in (MISS, Outcome.CORRUPT)
     assert not path.exists()
+
+
+def test_storing_over_a_truncated_file_makes_it_whole(make: Callable[..., FsAdapter]) -> None:
+    adapter = make()
+    put(adapter, key(1))
+    os.truncate(file_of(adapter, key(1)), 8192)
+    assert put(adapter, key(1)) == [OK]
+    assert get(adapter, key(1)) == [OK]
+    assert adapter.usage().bytes_used == ROOM
 
 
 def test_a_failing_medium_does_not_flood_the_log(

@@ -52,6 +52,7 @@ def test_a_mistyped_type_is_answered_with_the_nearest() -> None:
         ("capacity_gb", 0, "above 0"),
         ("capacity_gb", "10", "a number"),
         ("capacity_gb", float("nan"), "a number"),
+        ("capacity_gb", float("inf"), "a number"),
         ("fsync", "dta", "did you mean 'data'"),
         ("direct_io", True, "auto, on, off"),
         ("shared", "yes", "true or false"),
