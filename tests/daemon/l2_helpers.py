@@ -26,6 +26,10 @@ def fs(path: Path, **more: Any) -> str:
     return adapter(type="fs", base_path=str(path), capacity_gb=0.5, fsync="none", **more)
 
 
+def raw(path: Path, size_gb: float = 0.1, **more: Any) -> str:
+    return adapter(type="raw_block", path=str(path / "raw"), size_gb=size_gb, durability="none", **more)
+
+
 def attach(daemon: Daemon, *, serving: bool = True) -> Client:
     """All of L1 is reserved, and (``serving``) all adapters serve."""
     kv = Client.attach(daemon.run_dir)

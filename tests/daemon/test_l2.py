@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from tests.daemon.l2_helpers import (
     chain,
     fs,
     payload,
+    raw,
     read,
     register,
     row,
@@ -28,8 +30,9 @@ from tests.daemon.l2_helpers import (
 from tests.ipc.conftest import eventually
 
 
-def test_what_l1_forgot_is_loaded_from_l2(make_daemon: Make, tmp_path: Path) -> None:
-    daemon = make_daemon(fs(tmp_path))
+@pytest.mark.parametrize("medium", [fs, raw])
+def test_what_l1_forgot_is_loaded_from_l2(make_daemon: Make, tmp_path: Path, medium: Callable[[Path], str]) -> None:
+    daemon = make_daemon(medium(tmp_path))
     with attach(daemon) as kv:
         ns, keys = register(kv), chain(1, 40)
         assert store(kv, ns, keys) == 40
@@ -42,8 +45,11 @@ def test_what_l1_forgot_is_loaded_from_l2(make_daemon: Make, tmp_path: Path) -> 
         assert row(kv)["failures"] == {}
 
 
-def test_a_new_arena_finds_what_an_earlier_daemon_stored(make_daemon: Make, tmp_path: Path) -> None:
-    daemon = make_daemon(fs(tmp_path))
+@pytest.mark.parametrize("medium", [fs, raw])
+def test_a_new_arena_finds_what_an_earlier_daemon_stored(
+    make_daemon: Make, tmp_path: Path, medium: Callable[[Path], str]
+) -> None:
+    daemon = make_daemon(medium(tmp_path))
     with attach(daemon) as kv:
         keys = chain(1, 20)
         store(kv, register(kv), keys)

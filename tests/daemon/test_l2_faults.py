@@ -25,6 +25,7 @@ from tests.daemon.l2_helpers import (
     chain,
     fs,
     payload,
+    raw,
     read,
     register,
     row,
@@ -104,7 +105,7 @@ def strike(kv: Client, rng: random.Random, rounds: int) -> None:
 
 @pytest.mark.timeout(400)
 def test_killed_and_stopped_movers_under_load(make_daemon: Make, tmp_path: Path, seed: int) -> None:
-    daemon = make_daemon(adapter(type="mock", capacity_gb=0.01), fs(tmp_path), l1_mib=16)
+    daemon = make_daemon(raw(tmp_path, 0.02), fs(tmp_path), l1_mib=16)
     rng = random.Random(seed)
     with attach(daemon) as kv:
         loads = [Load(daemon, number, seed) for number in range(2)]
