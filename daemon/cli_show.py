@@ -105,7 +105,7 @@ def namespace(n: Mapping[str, Any]) -> Iterator[str]:
     number, digest, chunks, held, shards = _row(n)
     yield f"namespace {number}  {digest}  {chunks} chunks, {held}, {shards} per chunk"
     for key, value in flatten(n.get("manifest", {})).items():
-        yield f"    {key} = {short(value)}"
+        yield f"    {plain(key)} = {short(value)}"
 
 
 def entries(page: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -123,7 +123,7 @@ def difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
     if not names:
         yield "the manifests are the same"
     for name in names:
-        yield f"{name}"
+        yield plain(name)
         for which, side in ((a, left), (b, right)):
             value = short(side[name]) if name in side else "(absent)"
             yield f"    {which.get('id', '?')}: {value}"
@@ -151,10 +151,15 @@ def findings(found: Sequence[Finding], color: bool) -> Iterator[str]:
         yield f"{word} {check:<10} {message}"
 
 
+def plain(line: str) -> str:
+    """Names and manifests are the clients': what would steer a terminal is shown instead."""
+    return line if line.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
+
+
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[str]:
     if not rows:
         return
-    text = [list(map(str, row)) for row in [columns, *rows]]
+    text = [[plain(str(cell)) for cell in row] for row in [columns, *rows]]
     widths = [max(len(row[i]) for row in text) for i in range(len(columns))]
     for row in text:
         yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -178,4 +183,4 @@ def span(seconds: Any) -> str:
 
 def short(value: Any, limit: int = 96) -> str:
     text = value if isinstance(value, str) else repr(value)
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+    return plain(text if len(text) <= limit else text[: limit - 1] + "…")

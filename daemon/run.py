@@ -30,8 +30,18 @@ WEB_HEARTBEAT_S = 20.0
 
 def run(config: Config) -> int:
     """Serve until SIGTERM or SIGINT.  Returns the exit code."""
-    os.makedirs(config.run_dir, mode=0o755, exist_ok=True)
-    lock = os.open(config.lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.makedirs(config.run_dir, mode=0o755, exist_ok=True)
+        lock = os.open(config.lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as e:
+        log.error(
+            "the run directory %s cannot be used (%s: %s); make it writable for uid %d, or give another --run-dir",
+            config.run_dir,
+            e.filename,
+            e.strerror,
+            os.geteuid(),
+        )
+        return EXIT_HOST
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

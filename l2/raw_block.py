@@ -16,8 +16,8 @@ process at a time.
 
 Invariants:
 
-* a header is written after its payload (with "durability": "data" after the payload is durable), the journal's page
-  after the header, and only then the store says OK: whatever is cut off is a miss;
+* with "durability": "data" a header is written when its payload is durable; the journal's page comes after both, and
+  only then the store says OK: whatever is cut off is a miss.  "none" leaves the flushes out and relies on the checksum;
 * every load checks seal, key, length and checksum; what does not verify is removed and counted;
 * a start reads the tables and the journal; everything acknowledged is there after a kill, and usage is the truth before
   the first store.  What does not verify costs a scan of headers, never a wrong object;

@@ -18,8 +18,8 @@ import ctypes
 import errno
 import mmap
 import os
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
 import numpy as np
@@ -96,14 +96,33 @@ class Memory:
         self.address = address_of(self.view)
 
 
+Finished = Callable[[int, int], None]  # transfer, 0 or errno
+
+
+class Progress:
+    """Which transfers of a batch are through, and what came of them."""
+
+    def __init__(self, parts: Sequence[Part], transfers: int) -> None:
+        self.results = [0] * transfers
+        self._left = [0] * transfers
+        for part in parts:
+            self._left[part.owner] += 1
+
+    def end(self, owner: int, number: int) -> bool:
+        """One part is through.  True = that was its transfer's last."""
+        self.results[owner] = number or self.results[owner]
+        self._left[owner] -= 1
+        return not self._left[owner]
+
+
 class Engine(abc.ABC):
     """See the module."""
 
     name: str
 
     @abc.abstractmethod
-    def run(self, write: bool, transfers: Sequence[Transfer]) -> list[int]:
-        """0 or errno for each transfer."""
+    def run(self, write: bool, transfers: Sequence[Transfer], finished: Finished | None = None) -> list[int]:
+        """0 or errno for each transfer.  ``finished`` is called in this thread as each one ends, others in flight."""
 
     @abc.abstractmethod
     def sync(self) -> int:
@@ -163,19 +182,25 @@ class Threads(Engine):
         self._fd = fd
         self._pool = ThreadPoolExecutor(min(queue_depth, MAX_THREADS), thread_name_prefix="raw-io")
 
-    def run(self, write: bool, transfers: Sequence[Transfer]) -> list[int]:
+    def run(self, write: bool, transfers: Sequence[Transfer], finished: Finished | None = None) -> list[int]:
         parts = cut(transfers)
-        results = [0] * len(transfers)
+        progress = Progress(parts, len(transfers))
         waiting: list[Future[int]] = []
         try:
             for part in parts[1:]:
                 waiting.append(self._pool.submit(transfer_now, self._fd, write, part))
             if parts:  # the caller's own thread is one of the hands
-                results[parts[0].owner] = transfer_now(self._fd, write, parts[0])
+                self._end(progress, parts[0].owner, transfer_now(self._fd, write, parts[0]), finished)
+            for part, future in zip(parts[1:], waiting, strict=True):
+                self._end(progress, part.owner, future.result(), finished)
         finally:
-            for part, future in zip(parts[1:], waiting, strict=False):
-                results[part.owner] = future.result() or results[part.owner]
-        return results
+            wait(waiting)
+        return progress.results
+
+    @staticmethod
+    def _end(progress: Progress, owner: int, number: int, finished: Finished | None) -> None:
+        if progress.end(owner, number) and finished is not None:
+            finished(owner, progress.results[owner])
 
     def sync(self) -> int:
         return sync_now(self._fd)

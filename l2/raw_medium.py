@@ -110,7 +110,7 @@ def _open(path: str, size: int) -> tuple[int, bool]:
     try:
         kind = os.stat(path).st_mode
         if stat.S_ISBLK(kind):
-            return os.open(path, flags | os.O_EXCL), False
+            return _open_device(path, flags | os.O_EXCL), False
         if not stat.S_ISREG(kind):
             raise AdapterError(f"raw_block path {path} is neither a file nor a block device: name one of these")
         return os.open(path, flags), False
@@ -124,6 +124,17 @@ def _open(path: str, size: int) -> tuple[int, bool]:
         if error.errno == errno.EBUSY:
             raise AdapterError(f"raw_block device {path} is in use (mounted, or another process owns it)") from error
         raise AdapterError(f"raw_block {path} cannot be opened: {os.strerror(error.errno or 0)}") from error
+
+
+def _open_device(path: str, flags: int) -> int:
+    until = time.monotonic() + _LOCK_WAIT_S
+    while True:
+        try:
+            return os.open(path, flags)
+        except OSError as error:
+            if error.errno != errno.EBUSY or time.monotonic() > until:
+                raise
+            time.sleep(0.02)
 
 
 def _create(path: str, size: int) -> int:

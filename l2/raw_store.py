@@ -1,11 +1,12 @@
 """The two ways of an object: into its slot, and out of it.
 
     store:  slots reserved ─► payloads ─► flush ─► headers ─► journal page ─► flush ─► visible ─► OK
+            ("durability": "none": header and payload in one write ─► journal page ─► visible ─► OK)
     load:   row pinned ─► header and payload in one read ─► seal, key, length, checksum ─► OK
 
 The flushes are there with "durability": "data": a header then never vouches for a payload that the power took, and what
-was acknowledged survives a power cut.  With "none" a killed process loses nothing either; after a power cut the newest
-objects may be missing, or their checksum shows that they are torn.
+was acknowledged survives a power cut.  With "none" a killed process loses nothing either, since the journal names only
+what is written; after a power cut the newest objects may be missing, or their checksum shows that they are torn.
 
 Payloads go from and to the caller's memory.  Only what the medium's blocks force on us is copied: the last, partial
 block, or all of a view whose address the device cannot take.
@@ -32,6 +33,7 @@ from kvkeep.l2.record import Header, payload_checksum
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _MEDIA_ERRORS = (errno.EIO, errno.EILSEQ, errno.ENODATA)
 _BACKLOG = 65536  # records that wait for a journal that cannot be written; beyond it stores fail at once
+_UNREAD = Result(Outcome.IO_ERROR, errno.EIO, "the batch could not be read")
 _BAD_READS = 2  # media errors of one object in a row after which it is given up
 
 I64 = npt.NDArray[np.int64]
@@ -111,8 +113,7 @@ class Store:
             pieces = {i: _Pieces(items[i][1], self._block, self._alignment) for i in mine.values()}
             sums = {i: items[i][2] or payload_checksum(items[i][1]) for i in mine.values()}
             writing = self._reserve(items, mine, sums, results)
-            writing = self._write_payloads(writing, pieces, results)
-            writing = self._write_headers(writing, results)
+            writing = self._write(writing, pieces, results)
             self._make_visible(writing, results)
         finally:
             with self.room.mutex:
@@ -171,31 +172,33 @@ class Store:
         writing.sort(key=lambda one: one.at)
         return writing
 
-    def _write_payloads(
+    def _write(
         self, writing: list[_Storing], pieces: dict[int, _Pieces], results: list[Result | None]
     ) -> list[_Storing]:
+        """Payloads and headers.  Returns those of which both are written."""
         if not writing:
             return []
-        for one in writing:
-            pieces[one.at].fill()
-        transfers = [Transfer(self._offset(one.place) + self._block, pieces[one.at].pieces) for one in writing]
-        numbers = self.room.engine.run(True, transfers)
-        if self._flush and not all(numbers):
-            number = self.room.engine.sync()
-            numbers = [own or number for own in numbers]
-        return self._sift(writing, numbers, results)
-
-    def _write_headers(self, writing: list[_Storing], results: list[Result | None]) -> list[_Storing]:
-        if not writing:
-            return []
-        memory = Memory(len(writing) * self._block)
-        transfers = []
+        block, engine = self._block, self.room.engine
+        memory = Memory(len(writing) * block)
+        headers = {one.at: (memory.address + i * block, block) for i, one in enumerate(writing)}
         for i, one in enumerate(writing):
+            pieces[one.at].fill()
             header = Header(one.key, len(one.view), len(one.view), one.checksum, sequence=one.sequence)
             data = pack_slot_header(header, self.room.geometry, one.place.slab, one.place.slot, one.place.generation)
-            memory.view[i * self._block : i * self._block + len(data)] = data
-            transfers.append(Transfer(self._offset(one.place), ((memory.address + i * self._block, self._block),)))
-        return self._sift(writing, self.room.engine.run(True, transfers), results)
+            memory.view[i * block : i * block + len(data)] = data
+        if not self._flush:  # nothing is durable before the other; one run of bytes, and the checksum vouches for it
+            transfers = [
+                Transfer(self._offset(one.place), (headers[one.at], *pieces[one.at].pieces)) for one in writing
+            ]
+            return self._sift(writing, engine.run(True, transfers), results)
+        transfers = [Transfer(self._offset(one.place) + block, pieces[one.at].pieces) for one in writing]
+        numbers = engine.run(True, transfers)
+        if not all(numbers):
+            number = engine.sync()
+            numbers = [own or number for own in numbers]
+        writing = self._sift(writing, numbers, results)
+        transfers = [Transfer(self._offset(one.place), (headers[one.at],)) for one in writing]
+        return self._sift(writing, engine.run(True, transfers), results)
 
     def _sift(self, writing: list[_Storing], numbers: list[int], results: list[Result | None]) -> list[_Storing]:
         """Those that went well; the others get their result and give their slots back."""
@@ -288,12 +291,15 @@ class Store:
             for i, one in enumerate(loading)
         ]
         wrong: set[int] = set()
-        for i, (one, number) in enumerate(zip(loading, self.room.engine.run(False, transfers), strict=True)):
+
+        def check(i: int, number: int) -> None:
+            """While the device is busy with the others."""
+            one = loading[i]
             if number:
                 results[one.at] = _failure(number)
                 if number in _MEDIA_ERRORS and self._is_bad(one.row):
                     wrong.add(one.row)
-                continue
+                return
             self._bad_reads.pop(one.row, None)
             one.pieces.drain()
             data = headers.view[i * block : (i + 1) * block]
@@ -306,12 +312,16 @@ class Store:
             ):
                 if not self.room.objects.recency[one.row]:  # deleted while we read
                     results[one.at] = MISS
-                    continue
+                    return
                 what = "payload" if header is not None else "header"
                 results[one.at] = Result(Outcome.CORRUPT, detail=f"the {what} did not verify; the object is removed")
                 wrong.add(one.row)
             else:
                 results[one.at] = OK
+
+        for one in loading:
+            results[one.at] = _UNREAD
+        self.room.engine.run(False, transfers, check)
         return wrong
 
     def _is_bad(self, row: int) -> bool:

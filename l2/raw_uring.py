@@ -21,7 +21,19 @@ import time
 import weakref
 from collections.abc import Sequence
 
-from kvkeep.l2.raw_io import MAX_PIECES, Engine, Memory, Part, Transfer, address_of, advance, cut, sync_now
+from kvkeep.l2.raw_io import (
+    MAX_PIECES,
+    Engine,
+    Finished,
+    Memory,
+    Part,
+    Progress,
+    Transfer,
+    address_of,
+    advance,
+    cut,
+    sync_now,
+)
 
 _SETUP, _ENTER, _REGISTER = 425, 426, 427  # the same on every architecture
 _REGISTER_BUFFERS, _REGISTER_FILES = 0, 2
@@ -132,13 +144,14 @@ class Ring:
             0, slot, buffer, 0, 0, 0, 0,
         )  # fmt: skip
 
-    def run(self, write: bool, parts: list[Part], results: list[int]) -> None:
-        """Carry out ``parts``; an errno of one goes to ``results`` of its owner."""
+    def run(self, write: bool, parts: list[Part], progress: Progress, finished: Finished | None) -> None:
+        """Carry out ``parts``.  While some are in flight, what is through is told to ``finished``."""
         flying: dict[int, Part] = {}
         free = list(range(self.depth))
         todo = parts[::-1]
+        through: list[int] = []
         stopped: BaseException | None = None
-        while todo or flying:
+        while todo or flying or through:
             fresh = 0
             while todo and free:
                 part = todo.pop()
@@ -148,9 +161,10 @@ class Ring:
                 self._sq_tail[0] = (tail + 1) & 0xFFFFFFFF
                 flying[slot] = part
                 fresh += 1
-            wait = len(flying) if not todo else max(1, len(flying) // 4)
+            telling = bool(through)
+            wait = 0 if telling else max(1, len(flying) // 4)
             try:
-                while fresh or wait:
+                while fresh or (wait and flying):
                     done = _call(_ENTER, self._fd, fresh, wait, _GETEVENTS, 0, 0)
                     if done >= 0:
                         fresh -= done
@@ -162,28 +176,36 @@ class Ring:
                         time.sleep(0.01)
                     if self._cq_head[0] != self._cq_tail[0] and not fresh:
                         break
-            except KeyboardInterrupt as error:  # memory stays lent until everything has landed
+            except KeyboardInterrupt as error:
                 stopped, todo = error, []
-            self._reap(flying, free, todo, results)
+            if finished is not None:
+                try:
+                    for owner in through:
+                        finished(owner, progress.results[owner])
+                except BaseException as error:  # memory stays lent until everything has landed
+                    stopped, todo, finished = error, [], None
+            ended = self._reap(flying, free, todo, progress)
+            through = ended if finished is not None else []
         if stopped is not None:
             raise stopped
 
-    def _reap(self, flying: dict[int, Part], free: list[int], todo: list[Part], results: list[int]) -> None:
+    def _reap(self, flying: dict[int, Part], free: list[int], todo: list[Part], progress: Progress) -> list[int]:
+        """Take what has come.  Returns the transfers that are through."""
+        through: list[int] = []
         head, tail = self._cq_head[0], self._cq_tail[0]
         while head != tail:
             slot, done, _ = _CQE.unpack_from(self._rings, self._cqes + (head & self._cq_mask) * _CQE.size)
             head = (head + 1) & 0xFFFFFFFF
             part = flying.pop(slot)
             free.append(slot)
-            if done == part.length:
-                continue
-            if done > 0:
+            if 0 < done < part.length:
                 todo.append(Part(part.owner, part.offset + done, advance(part.pieces, done), part.length - done))
             elif -done in _AGAIN:
                 todo.append(part)
-            else:
-                results[part.owner] = -done or errno.EIO
+            elif progress.end(part.owner, 0 if done == part.length else -done or errno.EIO):
+                through.append(part.owner)
         self._cq_head[0] = head
+        return through
 
 
 class Uring(Engine):
@@ -221,14 +243,15 @@ class Uring(Engine):
             self._local.ring.close()
             del self._local.ring
 
-    def run(self, write: bool, transfers: Sequence[Transfer]) -> list[int]:
-        results = [0] * len(transfers)
+    def run(self, write: bool, transfers: Sequence[Transfer], finished: Finished | None = None) -> list[int]:
+        parts = cut(transfers)
+        progress = Progress(parts, len(transfers))
         try:
-            self._ring().run(write, cut(transfers), results)
+            self._ring().run(write, parts, progress, finished)
         except OSError as error:  # no memory for a ring, or the ring itself failed: nothing of this batch is certain
             self._forget()
             return [error.errno or errno.EIO] * len(transfers)
-        return results
+        return progress.results
 
     def sync(self) -> int:
         return sync_now(self._fd)

@@ -36,7 +36,9 @@ U8 = npt.NDArray[np.uint8]
 
 QUARANTINE_S = 1.0  # extents of a dead writer rest this long: a device may still be writing for it
 EVICT_STEP = 128  # entries per background step, well under a millisecond
-INCOMPLETE_S = 60.0  # some ranks stored their shard of a chunk, the others never came: given up after this
+INCOMPLETE_S = 60.0  # some ranks stored their shard of a chunk, the others never came: given up after this,
+INCOMPLETE_UNDER_PRESSURE_S = 2.0  # ... or after this when a store finds no room otherwise
+HEADS_CLIMB = 65536  # heads that one reservation may look at to keep chains free of circles
 DEMAND_LIMIT = 4096  # entries one reservation may evict from other size classes
 ALL_SHARDS = -1  # a mover that loads a chunk writes all its shards
 _STATE_WORD = 18  # of a record: state (low half), references (high half)
@@ -254,6 +256,7 @@ class Arena:
         self._doomed[made] = False
         self.entries_of[namespace.id] += len(made)
         self.bytes_reserved += extent * len(made)
+        climb = HEADS_CLIMB
         breaks = np.flatnonzero(wanted[1:] - wanted[:-1] != 1) + 1
         for first, end in itertools.pairwise((0, *breaks.tolist(), len(made))):
             position = start + int(wanted[first])
@@ -264,7 +267,7 @@ class Arena:
             tail = int(entries[after]) if after < len(entries) else -1
             if tail >= 0 and self.table.state[tail] == State.RESERVED and not self._doomed[tail]:
                 # It waited for its other shards while its sealed head was evicted: it waits for the new head now.
-                self.heads.hang(tail, int(made[end - 1]))
+                climb = self.heads.hang(tail, int(made[end - 1]), climb)
         return made
 
     def commit(self, granted: I64, shard: int, good: npt.NDArray[np.bool_], checksums: U64 | None) -> U8:
@@ -376,14 +379,29 @@ class Arena:
     def end_incomplete(self) -> None:
         """Give up chunks that some ranks stored and nobody completes."""
         while self._incomplete and self._incomplete[0][0] <= self.now:
-            _, entries, generations = self._incomplete.popleft()
-            for entry, generation in zip(entries, generations, strict=True):
-                full = (1 << int(self.table.shards[entry])) - 1
-                if self._gone(int(entry), int(generation)) or self._doomed[entry] or self._taken[entry]:
-                    continue  # a writer that is at it now queues it again when it commits
-                if int(self.table.shard_mask[entry]) != full:
-                    self.counters["entries_incomplete"] += 1
-                    self.give_up(int(entry), quarantine=False)
+            self._end_oldest_incomplete()
+
+    def _end_incomplete_early(self) -> bool:
+        """The same under pressure.  True = something was given up."""
+        before = self.counters["entries_incomplete"]
+        due = self.now + INCOMPLETE_S - INCOMPLETE_UNDER_PRESSURE_S
+        while self._incomplete and self._incomplete[0][0] <= due and self.counters["entries_incomplete"] == before:
+            self._end_oldest_incomplete()
+        return self.counters["entries_incomplete"] > before
+
+    def _end_oldest_incomplete(self) -> None:
+        deadline, entries, generations = self._incomplete.popleft()
+        for entry, generation in zip(entries, generations, strict=True):
+            full = (1 << int(self.table.shards[entry])) - 1
+            if self._gone(int(entry), int(generation)) or self._doomed[entry] or self._taken[entry]:
+                continue  # a writer that is at it now queues it again when it commits
+            if int(self.table.shard_mask[entry]) == full:
+                continue  # it only waits for its head
+            if self.table.references[entry] and deadline > self.now:  # in the chain of a store that is under way
+                self._await_other_shards(np.array([entry], dtype=np.int64))
+                continue
+            self.counters["entries_incomplete"] += 1
+            self.give_up(int(entry), quarantine=False)
 
     def next_incomplete_end(self) -> float | None:
         return self._incomplete[0][0] if self._incomplete else None
@@ -424,7 +442,7 @@ class Arena:
             # All of its own are in use, the oldest of them perhaps since long: whoever can give way must.
             evicted = self._evict_oldest(EVICT_STEP, but=cls.extent) if limit > 0 else 0
             limit -= evicted
-            if not evicted:
+            if not evicted and not self._end_incomplete_early():
                 break
 
     def _by_age(self) -> list[int]:

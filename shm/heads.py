@@ -38,11 +38,20 @@ class Heads:
             self._next[run[0]] = self._first[parent]
             self._first[parent] = ids[0]
 
-    def hang(self, entry: int, parent: int) -> None:
-        """A rooted RESERVED entry waits for this RESERVED head from now on."""
+    def hang(self, entry: int, parent: int, budget: int) -> int:
+        """A rooted RESERVED entry waits for this RESERVED head from now on.  Returns what is left of ``budget``, the
+        steps that may be taken to see whether the head waits for the entry.  Clients make up their chains: an entry
+        that waits for another head already, or that would wait for itself, stays as it is."""
+        above = parent + 1
+        while above and above != entry + 1 and budget:
+            above = int(self._parent[above - 1])
+            budget -= 1
+        if above or self._parent[entry]:
+            return budget
         self._parent[entry] = parent + 1
         self._next[entry] = self._first[parent]
         self._first[parent] = entry + 1
+        return budget
 
     def rooted(self, entry: int) -> bool:
         """The head of this RESERVED entry is sealed, or it has none."""

@@ -160,6 +160,18 @@ def ready(url: str) -> bool:
         return False
 
 
+def test_what_clients_call_themselves_and_their_models_cannot_steer_the_terminal(daemon):
+    from kvkeep.ipc.client import Client
+
+    with Client.attach(daemon.run_dir, name="\x1b[2Jevil\nline") as client:
+        for model in ("\x1b]0;title\x07", "\u202eback"):
+            client.register({"model": model, "\x1b[31m": 1}, shard_bytes=4096)
+        shown = "".join(daemon.kvkeep(*argv).stdout for argv in (["status"], ["ls"], ["ls", "--diff", "1", "2"]))
+    assert "\\x1b[2Jevil\\nline" in shown
+    assert "\\u202eback" in shown
+    assert all(line.isprintable() for line in shown.split("\n"))
+
+
 def test_the_web_process_shows_the_same_and_is_restarted_when_killed(daemon):
     store(daemon, "org/a", 3)
     end = time.monotonic() + PATIENCE_S
@@ -266,6 +278,20 @@ def test_a_run_directory_in_which_others_could_replace_the_sockets_is_refused(tm
         assert "chmod o-w" in done.stderr
     assert not Path("/dev/shm/kvkeep-kvk-test-open-meta").exists()
     assert kvkeep("doctor", "--run-dir", str(open_to_all)).returncode == 1
+
+
+def test_a_run_directory_that_cannot_be_made_is_one_sentence_and_not_a_bug():
+    done = subprocess.run(
+        [sys.executable, "-m", "kvkeep.daemon.main", "--run-dir", "/proc/kvkeep/x", "--l1-size-gb", "0.01"],
+        capture_output=True,
+        text=True,
+        env=CLEAN,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert done.returncode == 3
+    assert "run directory /proc/kvkeep/x cannot be used" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_the_environment_names_the_daemon_too(daemon):

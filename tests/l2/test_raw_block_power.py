@@ -17,7 +17,7 @@ import pytest
 
 from kvkeep.l2.adapter import Outcome
 from kvkeep.l2.raw_block import RawBlockAdapter
-from kvkeep.l2.raw_io import Engine, Transfer
+from kvkeep.l2.raw_io import Engine, Finished, Transfer
 from tests.l2.conformance import content, get, key, view
 
 SECTOR = 512
@@ -34,12 +34,12 @@ class Recorder(Engine):
         self.inner = inner
         self.events: list[Event] = []
 
-    def run(self, write: bool, transfers: Sequence[Transfer]) -> list[int]:
+    def run(self, write: bool, transfers: Sequence[Transfer], finished: Finished | None = None) -> list[int]:
         if write:
             for offset, pieces in transfers:
                 data = b"".join(ctypes.string_at(address, length) for address, length in pieces)
                 self.events.append((offset, data))
-        return self.inner.run(write, transfers)
+        return self.inner.run(write, transfers, finished)
 
     def sync(self) -> int:
         self.events.append((-1, b""))
@@ -67,7 +67,7 @@ def folder() -> Iterator[Path]:
 
 
 def lived(folder: Path, durability: str, steps: int) -> tuple[bytes, list[Event], list[tuple[int, str, int]]]:
-    """A life on a fresh medium: the image at its start, the history, and (events so far, what was acknowledged, number)."""
+    """A life on a fresh medium: the image at its start, the history, and (events so far, what was said, number)."""
     path = folder / "kv.raw"
     first = adapter_on(path, durability)
     first.open()
@@ -128,7 +128,7 @@ def test_a_power_cut_leaves_each_object_valid_or_absent(folder: Path, durability
     image, events, acknowledged = lived(folder, durability, steps=30)
     chance = random.Random(11)
     path = folder / "kv.raw"
-    for _ in range(40):
+    for _ in range(25):
         at = chance.randrange(1, len(events))
         path.write_bytes(cut(image, events, at, chance))
         adapter = adapter_on(path, durability)
@@ -146,3 +146,17 @@ def test_a_power_cut_leaves_each_object_valid_or_absent(folder: Path, durability
         assert adapter.store([(fresh, view(content(fresh)), 0)])[0].outcome == Outcome.OK
         assert get(adapter, fresh) == [Outcome.OK]
         adapter.close()
+
+
+def test_a_payload_is_flushed_before_its_header_and_both_before_the_answer(folder: Path) -> None:
+    _, events, acknowledged = lived(folder, "data", steps=8)
+    seal = b"KVKEEPR1"
+    headers = [i for i, (offset, data) in enumerate(events) if offset >= 0 and data.startswith(seal)]
+    assert len(headers) == len([1 for _, what, _ in acknowledged if what == "stored"])
+    for i in headers:
+        payload = max(j for j in range(i) if events[j][0] == events[i][0] + 4096)
+        assert any(events[j][0] == -1 for j in range(payload, i)), "a header could be durable before its payload"
+    for done, what, _ in acknowledged:
+        if what == "stored":
+            last = max(i for i in headers if i < done)
+            assert any(events[j][0] == -1 for j in range(last, done)), "acknowledged before it was durable"

@@ -115,6 +115,31 @@ def test_a_chunk_that_some_ranks_never_store_is_given_up_in_time() -> None:
     check(arena)
 
 
+def test_chunks_that_some_ranks_never_store_give_way_under_pressure() -> None:
+    arena = Memory(units=1).arena()
+    ns = namespace(arena, shards=2)
+    for shard_of_one_rank in range(8):
+        grant = arena.reserve(ns, chain(shard_of_one_rank, 1), 0, 0)
+        arena.commit(grant.granted, 0, ALL[:1], None)
+    assert (arena.reserve(ns, chain("a", 2), 0, 0).verdicts == FULL).all(), "their ranks may just be a little late"
+    arena.now += 3
+    grant = arena.reserve(ns, chain("a", 2), 0, 0)
+    assert (grant.verdicts == GRANTED).all()
+    check(arena, writing=Counter(grant.granted.tolist()))
+
+
+def test_a_store_never_gives_up_its_own_head_for_its_tail() -> None:
+    arena = Memory(units=1).arena()
+    ns = namespace(arena, shards=2)
+    head = arena.reserve(ns, chain("a", 8), 0, 0)
+    arena.commit(head.granted, 0, ALL[:8], None)
+    arena.now += 3
+    grant = arena.reserve(ns, chain("a", 10), 8, 0)
+    assert (grant.verdicts == FULL).all()
+    assert arena.bytes_reserved == 8 * ns.extent_bytes
+    check(arena)
+
+
 def test_extents_of_a_dead_writer_rest_before_they_are_used_again() -> None:
     arena = Memory(units=1).arena()
     ns = namespace(arena)
@@ -289,3 +314,41 @@ def test_any_mixture_of_operations_keeps_the_books(seed: int) -> None:
     arena.end_quarantine()
     check(arena)
     assert arena.bytes_reserved == 0
+
+
+def test_a_chain_that_puts_a_chunk_behind_two_heads_leaves_it_behind_the_first() -> None:
+    arena = Memory().arena()
+    ns = namespace(arena)
+    head, tail = chain("a", 2)
+    other = chain("b", 1)[0]
+    first = arena.reserve(ns, np.array([head, tail]), 0, 0)
+    second = arena.reserve(ns, np.array([other, tail]), 0, 0)
+    assert second.verdicts.tolist() == [GRANTED, BUSY]
+    arena.commit(first.granted, 0, ~ALL[:2], None)
+    arena.commit(second.granted, 0, ~ALL[:1], None)
+    assert not arena.table.used().size
+    check(arena)
+
+
+def test_chains_that_would_make_chunks_wait_for_each_other_do_not() -> None:
+    arena = Memory().arena()
+    ns = namespace(arena)
+    head, tail = chain("a", 2)
+    between = chain("b", 1)[0]
+    first = arena.reserve(ns, np.array([head, tail]), 0, 0)
+    second = arena.reserve(ns, np.array([tail, between, head]), 0, 0)
+    assert second.verdicts.tolist() == [BUSY, GRANTED, BUSY]
+    assert (arena.commit(second.granted, 0, ALL[:1], None) == WAITING).all()
+    assert (arena.commit(first.granted, 0, ALL[:2], None) == SEALED).all()
+    assert arena.bytes_reserved == 0
+    check(arena)
+
+
+def test_a_long_look_for_a_circle_ends() -> None:
+    heads = Memory().arena().heads
+    run = np.arange(100)
+    heads.hang_run(run, -1)
+    assert heads.hang(200, 99, 10) == 0
+    assert heads.rooted(200)
+    assert heads.hang(200, 99, 1000) == 900
+    assert not heads.rooted(200)
