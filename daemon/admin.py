@@ -14,19 +14,24 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvkeep.daemon import l2
 from kvkeep.daemon.engine import Engine, Refusal
 from kvkeep.daemon.sessions import References, Session
 from kvkeep.ipc import messages as m
 from kvkeep.ipc.messages import ErrorCode
 from kvkeep.shm.layout import State
 
+if TYPE_CHECKING:
+    from kvkeep.daemon.l2 import L2
+
 CLEAR_STEP = 1024  # entries per round
+PIN_SHARE = 0.75  # of L1: what is pinned leaves room for loads from L2 and for stores
 SCAN_STEP = 65536  # records per round
 MAX_PAGE = 1000
 MAX_LISTED_CLIENTS = 256
@@ -37,6 +42,7 @@ COUNTERS = (
     *("stores", "store_chunks", "stores_refused_full", "commits", "commit_bytes"),
     *("entries_evicted", "bytes_evicted", "entries_given_up", "entries_incomplete", "entries_deleted"),
     *("attaches", "detaches", "attach_refused", "requests", "malformed"),
+    *l2.COUNTERS,
 )
 
 
@@ -51,6 +57,7 @@ class Admin:
         self.engine = engine
         self.name, self.version = name, version
         self.started = time.monotonic()
+        self.l2: L2 | None = None
         self.reasons: dict[str, str] = {}  # why health is degraded, by source
         self._admins = {0, os.geteuid(), *admin_uids}
         self._pins: dict[int, Pinned] = {}
@@ -100,9 +107,20 @@ class Admin:
         entries = self.engine.arena.prefix(namespace, keys[: m.MAX_CHUNKS]).entries
         if not len(entries) or len(np.unique(entries)) != len(entries):
             return m.Pinned(self.engine.epoch, 0, 0)
+        self._leave_room(len(entries) * namespace.extent_bytes)
         pin = next(self._ids)
         self._pins[pin] = Pinned(References(self.engine.arena, entries), time.monotonic() + request.ttl_s)
         return m.Pinned(self.engine.epoch, pin, len(entries))
+
+    def _leave_room(self, more: int) -> None:
+        arena = self.engine.arena
+        pinned = sum(int(arena.table.extent_bytes[p.references.entries].sum()) for p in self._pins.values())
+        if pinned + more > PIN_SHARE * arena.bytes_total:
+            raise Refusal(
+                ErrorCode.LIMIT,
+                f"{pinned} bytes are pinned and {more} would be added; at most {PIN_SHARE:.0%} of L1 can be pinned, "
+                "so that loads and stores find room: unpin some, or raise --l1-size-gb",
+            )
 
     def unpin(self, session: Session, request: m.Unpin, *_: bytes) -> m.AnyReply:
         self._only_admins(session)
@@ -191,6 +209,8 @@ class Admin:
     def integrity_problem(self) -> str:
         """The broken rule, or ""."""
         references, writing = self.engine.held()
+        if self.l2 is not None:
+            self.l2.hold(references, writing)
         generation = self.engine.arena.table.generation
         for pinned in self._pins.values():
             held = pinned.references
@@ -223,6 +243,8 @@ class Admin:
         held = sum(s.references for s in sessions)
         held += sum(len(h.references) for h in engine.lookups.values() if h.owner is None)
         held += sum(len(p.references) for p in self._pins.values())
+        if self.l2 is not None:
+            held += self.l2.references
         if self.inherited_references is not None:
             held += int(self.inherited_references.sum())
         return {
@@ -245,6 +267,7 @@ class Admin:
                 "entries_capacity": arena.table.capacity,
                 "references": held,
                 "lookups_waiting": engine.waiting,
+                **(self.l2.prefetch.numbers() if self.l2 is not None else {}),
             },
             "clients": [
                 {
@@ -261,7 +284,7 @@ class Admin:
             ],
             "clients_total": len(sessions),
             "namespaces": [self._describe(ns) for ns in arena.namespaces],
-            "l2": [],
+            "l2": self.l2.rows() if self.l2 is not None else [],
             "counters": dict.fromkeys(COUNTERS, 0) | dict(engine.counters),
         }
 

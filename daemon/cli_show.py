@@ -38,6 +38,24 @@ def status(document: Mapping[str, Any], run_dir: str, url: str) -> Iterator[str]
     )
     if url:
         yield f"web      {url}"
+    adapters = d.get("l2", [])
+    if adapters:
+        yield ""
+        yield f"{len(adapters)} L2 adapters"
+        columns = (
+            "name",
+            "type",
+            "state",
+            "used",
+            "limit",
+            "objects",
+            "stored",
+            "loaded",
+            "queued",
+            "shed",
+            "failures",
+        )
+        yield from table(columns, [_adapter(row) for row in adapters])
     clients = d.get("clients", [])
     yield ""
     yield f"{d.get('clients_total', len(clients))} clients"
@@ -58,6 +76,24 @@ def status(document: Mapping[str, Any], run_dir: str, url: str) -> Iterator[str]
     spaces = d.get("namespaces", [])
     yield f"{len(spaces)} namespaces"
     yield from table(("id", "digest", "chunks", "bytes", "shards"), [_row(n) for n in spaces])
+
+
+def _adapter(a: Mapping[str, Any]) -> tuple[object, ...]:
+    state = a.get("phase", "?") if a.get("breaker") == "closed" else f"left alone ({a.get('breaker', '?')})"
+    failures = ", ".join(f"{count} {what}" for what, count in a.get("failures", {}).items()) or "-"
+    return (
+        a.get("name", "?"),
+        a.get("label", a.get("type", "?")),
+        state,
+        size(a.get("bytes_used", 0)),
+        size(a.get("bytes_limit", 0)),
+        a.get("objects", 0),
+        size(a.get("bytes_stored", 0)),
+        size(a.get("bytes_loaded", 0)),
+        size(a.get("bytes_queued", 0)),
+        a.get("stores_shed", 0),
+        failures,
+    )
 
 
 def _row(n: Mapping[str, Any]) -> tuple[object, ...]:

@@ -14,6 +14,7 @@ can be given back with ``--config``.  An empty environment variable counts as un
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import sys
@@ -64,6 +65,16 @@ class Config:
     log_level: str = "info"
     log_format: str = "auto"
     forget: bool = False
+    l2_adapter: tuple[str, ...] = ()  # JSON objects
+    l2_store_policy: str = "default"
+    l2_prefetch_policy: str = "default"
+    l2_prefetch_max_in_flight: int = 8
+    l2_drain_seconds: float = 5.0
+
+    @property
+    def adapters(self) -> list[dict[str, Any]]:
+        """What to keep L2 in, in the order in which it is asked."""
+        return [json.loads(text) for text in self.l2_adapter]
 
     @property
     def entries(self) -> int:
@@ -213,7 +224,9 @@ def _parser(prog: str) -> argparse.ArgumentParser:
             off = f"--no-{option.name}"
             parser.add_argument(off, dest=option.key, action="store_const", const="false", help=argparse.SUPPRESS)
         else:
-            parser.add_argument(option.flag, dest=option.key, metavar=option.kind.upper(), help=text)
+            action = "append" if option.kind == "adapters" else "store"
+            metavar = "JSON" if option.kind == "adapters" else option.kind.upper()
+            parser.add_argument(option.flag, dest=option.key, metavar=metavar, help=text, action=action)
     return parser
 
 
@@ -294,8 +307,12 @@ def _toml(option: Option, value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, tuple):
-        return "[" + ", ".join(map(str, value)) + "]"
+        return "[" + ", ".join(_toml_text(item) if isinstance(item, str) else str(item) for item in value) + "]"
     if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        return f'"{escaped}"'
+        return _toml_text(value)
     return repr(value)
+
+
+def _toml_text(value: str) -> str:
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'

@@ -24,6 +24,7 @@ import zmq
 from kvkeep.daemon.admin import Admin
 from kvkeep.daemon.config import Config
 from kvkeep.daemon.engine import Engine
+from kvkeep.daemon.l2 import L2
 from kvkeep.daemon.sdnotify import Notifier
 from kvkeep.daemon.sessions import Session
 from kvkeep.ipc import descriptors
@@ -108,6 +109,10 @@ class Control:
         self._next_damage = 0.0
         self._next_refusal_log = 0.0
         self.timers: list[Callable[[float], float | None]] = []  # called each round; return the next deadline
+        self.steps: list[Callable[[float], bool]] = []  # called at the end of each round; True = there is more to do
+        self.stop_requests = 0
+        self.l2 = L2(self, config.adapters) if config.l2_adapter else None
+        self.admin.l2 = self.l2
 
     # ---- the loop ----------------------------------------------------------------------------------------------------
 
@@ -123,7 +128,8 @@ class Control:
         busy = False
         while not self.stopping:
             now = time.monotonic()
-            timeout = 0.0 if busy else max(0.0, self._next_deadline(now) - now)
+            deadline = self._next_deadline(now)
+            timeout = 0.0 if busy else max(0.0, deadline - now)
             ready = self._poller.poll(int(timeout * 1000) + 1 if timeout else 0)
             self.arena.now = time.monotonic()
             busy = False
@@ -137,6 +143,8 @@ class Control:
                     callback()
             self._expire(self.arena.now)
             busy = self.arena.evict_step() or self.arena.housekeep() or self.admin.step(self.rpc.send) or busy
+            for step in self.steps:
+                busy = step(self.arena.now) or busy
             took = time.monotonic() - self.arena.now
             if took > STUCK_ROUND_S:
                 log.warning("a round of the control loop took %.1f s", took)
@@ -354,15 +362,18 @@ class Control:
 
     # ---- stopping ----------------------------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        if self.reserver.is_alive():
-            self.reserver.stop()
-        self.publish()
+    def close_sockets(self) -> None:
+        """Clients see the end now.  Their leases stay: they may still be copying, and the next daemon must know."""
         self.listener.close()
         self.rpc.close()
         for path in (self.config.attach_path, self.config.rpc_path):
             if os.path.lexists(path):
                 os.unlink(path)
+
+    def close(self) -> None:
+        if self.reserver.is_alive():
+            self.reserver.stop()
+        self.publish()
         self.segments.close()
 
 

@@ -6,7 +6,7 @@ are in admin.py.
 
 A LOOKUP that may wait (``wait_ms``) for a chunk that somebody is writing is answered ``pending`` and parked here under
 that entry; the entry's seal or end, or the deadline, completes it with one `LookupDone` and a write to the client's
-eventfd.
+eventfd.  One that misses chunks is given to the prefetch controller, if there is L2, which lets it look again.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -31,6 +31,9 @@ from kvkeep.ipc.messages import ErrorCode
 from kvkeep.shm.arena import Arena
 from kvkeep.shm.layout import MAX_SHARDS
 from kvkeep.shm.namespaces import Namespace, namespace_digest
+
+if TYPE_CHECKING:
+    from kvkeep.daemon.prefetch_controller import PrefetchController
 
 log = logging.getLogger("kvkeep.engine")
 
@@ -66,7 +69,8 @@ class Waiting:
     request_id: bytes
     keys: U64
     deadline: float
-    on: int  # the RESERVED entry it waits for; -1 = finished
+    on: int  # the RESERVED entry it waits for; -1 = none, or finished
+    missed: set[bytes] = field(default_factory=set)  # chunks that L2 was asked for on its behalf, or could not give
 
 
 class Engine:
@@ -77,6 +81,7 @@ class Engine:
         self.lookups: dict[int, LookupHandle] = {}
         self.stores: dict[int, StoreHandle] = {}
         self.counters = arena.counters
+        self.prefetch: PrefetchController | None = None
         self.broken = ""  # an invariant that did not hold: health is degraded from then on
         self._send, self._notify = send, notify
         self._ids = itertools.count(secrets.randbits(48) << 8)
@@ -216,7 +221,9 @@ class Engine:
         self.counters["lookups"] += 1
         self.counters["lookup_chunks"] += len(keys)
         self.counters["lookup_chunks_hit"] += ready
-        waits = prefix.blocked_by >= 0 and request.wait_ms > 0 and request.readers > 0
+        waits = request.wait_ms > 0 and request.readers > 0 and ready < len(keys)
+        if waits and prefix.blocked_by < 0:
+            waits = self.prefetch is not None and self.prefetch.available and _distinct(keys[:, 0])
         if not (ready or waits) or not request.readers:
             return m.LookupReply(self.epoch, 0, ready)
         self._charge(session, 2 * len(keys) if waits else ready)
@@ -237,7 +244,10 @@ class Engine:
             waiting = handle.waiting = Waiting(handle, identity, request_id, keys, deadline, -1)
             session.held_chunks += len(keys)
             self._schedule(waiting)
-            self._park(waiting, prefix.blocked_by)
+            if prefix.blocked_by >= 0:
+                self._park(waiting, prefix.blocked_by)
+            elif self.prefetch is not None:
+                self.prefetch.begin(waiting)
         return m.LookupReply(self.epoch, handle.id, ready, waits)
 
     def retrieve(self, session: Session, request: m.Retrieve, *_: bytes) -> m.AnyReply:
@@ -411,9 +421,13 @@ class Engine:
             for entry in settled:
                 self.arena.watch.discard(entry)
                 for waiting in self._waiting.pop(entry, ()):
-                    self._look_again(waiting, time.monotonic() >= waiting.deadline)
+                    self.look_again(waiting)
+
+    def look_again(self, waiting: Waiting) -> None:
+        self._look_again(waiting, time.monotonic() >= waiting.deadline)
 
     def _look_again(self, waiting: Waiting, final: bool) -> None:
+        """Take what is there now, and answer unless there is something to wait for."""
         handle = waiting.handle
         waiting.on = -1
         if handle.waiting is not waiting or handle.owner is None:
@@ -430,6 +444,9 @@ class Engine:
         if prefix.blocked_by >= 0 and not final:
             self._park(waiting, prefix.blocked_by)
             return
+        incomplete = not final and len(handle.references) < len(waiting.keys)
+        if incomplete and self.prefetch is not None and _distinct(waiting.keys[:, 0]) and self.prefetch.begin(waiting):
+            return
         self._unpark(handle)
         ready = len(handle.references)
         owner = handle.owner
@@ -440,7 +457,7 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        return sum(map(len, self._waiting.values()))
+        return sum(map(len, self._waiting.values())) + (self.prefetch.waiting if self.prefetch is not None else 0)
 
     def next_deadline(self) -> float | None:
         return self._deadlines[0][0] if self._deadlines else None

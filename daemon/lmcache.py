@@ -8,7 +8,7 @@ later.
 from __future__ import annotations
 
 _SOCKETS = "engines attach through Unix sockets in --run-dir; there is no TCP port to set"
-_NO_L2 = "this version has no L2 yet: leave it out, L1 works alone"
+_L2 = "use --l2-adapter, --l2-store-policy, --l2-prefetch-policy or --l2-prefetch-max-in-flight"
 _NEVER_REAPED = "leave it out: a client lives as long as its connection, an idle one is never reaped"
 _NO_TTL = "leave it out: reads and writes are held by their owner's connection, not by a time limit"
 _LAZY = "leave it out: memory is always reserved in the background, clients attach at once"
@@ -63,7 +63,7 @@ _EXACT = {
 
 _PREFIXES = {
     "no-l1-use-lazy": _LAZY,
-    "l2-": _NO_L2,
+    "l2-": _L2,
     "worker-": _NEVER_REAPED,
     "enable-segmented": _KEYS,
     "enable-dedup": _KEYS,

@@ -9,6 +9,7 @@ option's one Python type or raises ValueError with the rest of a sentence: what 
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ _FALSE = {"false", "no", "off", "0"}
 @dataclass(frozen=True)
 class Option:
     name: str
-    kind: str  # "text" | "int" | "float" | "bool" | "choice" | "users" | "groups" | "mode"
+    kind: str  # "text" | "int" | "float" | "bool" | "choice" | "users" | "groups" | "mode" | "adapters"
     default: Any
     help: str
     low: float | None = None
@@ -149,7 +150,50 @@ def _lookup_id(kind: str, name: str) -> int:
         raise ValueError(f"{name!r} is not among this host's {kind}: give the number, or create it") from None
 
 
+def _adapters(option: Option, raw: Any) -> tuple[str, ...]:
+    """JSON objects: one in a variable or flag (a flag may stand several times), or a list of them, or TOML tables."""
+    items = raw if isinstance(raw, list) else [raw]
+    found: list[str] = []
+    for item in items:
+        if isinstance(item, str):
+            if not item.strip():
+                continue
+            try:
+                item = json.loads(item)
+            except ValueError as problem:
+                raise ValueError(f"{item!r} is not JSON ({problem}): give an object like {_EXAMPLE}") from None
+        for one in item if isinstance(item, list) else [item]:
+            if not isinstance(one, dict):
+                raise ValueError(f"{one!r} is not an object: give one like {_EXAMPLE}")
+            _check_adapter(dict(one))
+            found.append(json.dumps(one))
+    if len(found) > MAX_ADAPTERS:
+        raise ValueError(f"{len(found)} adapters are too many: give at most {MAX_ADAPTERS}")
+    return tuple(found)
+
+
+def _check_adapter(config: dict[str, Any]) -> None:
+    """By the registry's own word.  What a third party wrote is not imported here, its mover will say what is wrong."""
+    from kvkeep.l2 import registry
+    from kvkeep.l2.adapter import AdapterError
+
+    threads = config.pop("threads", 4)
+    if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= 64:
+        raise ValueError(f"'threads' is {threads!r}: give 1 to 64")
+    kind = config.get("type")
+    if kind == registry.PLUGIN or (kind not in registry.BUILT_IN and kind in registry.adapter_types()):
+        return
+    try:
+        registry.create_adapter(config)
+    except AdapterError as problem:
+        raise ValueError(str(problem)) from None
+
+
+_EXAMPLE = '{"type": "fs", "base_path": "/var/cache/kvkeep"}'
+MAX_ADAPTERS = 16
+
 _PARSERS: dict[str, Any] = {
+    "adapters": _adapters,
     "text": _text,
     "int": _int,
     "float": _float,
@@ -212,6 +256,28 @@ OPTIONS: tuple[Option, ...] = (
         "eviction-trigger-watermark", "float", 0.95, "share of the bytes in use at which eviction starts", 0.01, 1.0
     ),
     Option("eviction-ratio", "float", 0.05, "share of the bytes that one round of eviction frees", 0.001, 1.0),
+    Option(
+        "l2-adapter",
+        "adapters",
+        (),
+        f"where KV outlives memory, e.g. {_EXAMPLE}; may be given several times, asked in the order given",
+    ),
+    Option(
+        "l2-store-policy",
+        "choice",
+        "default",
+        "default: what L1 gets goes to every adapter and stays in L1; skip_l1: it leaves L1 when it is stored",
+        choices=("default", "skip_l1"),
+    ),
+    Option(
+        "l2-prefetch-policy",
+        "choice",
+        "default",
+        "default: what is loaded from L2 leaves L1 with its last reader; retain: it stays, like anything else",
+        choices=("default", "retain"),
+    ),
+    Option("l2-prefetch-max-in-flight", "int", 8, "lookups that load from L2 at a time", 1, 1024, "lookups"),
+    Option("l2-drain-seconds", "float", 5.0, "what a stop may spend on storing what is left", 0, 600, "s"),
     Option("max-clients", "int", 4096, "clients that may be attached at once", 1, 4096, "clients"),
     Option("allow-uids", "users", (), "users that may attach, by number or name; empty = whom the socket mode lets in"),
     Option("allow-gids", "groups", (), "groups whose members may attach; empty = whom the socket mode lets in"),

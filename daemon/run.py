@@ -72,6 +72,8 @@ def run(config: Config) -> int:
         children = [_start_web(control)] if config.http_port >= 0 else []
         for child in children:
             supervise(control, child)
+        if control.l2 is not None:
+            control.l2.start()
         control.notifier.ready("serving; reserving memory")
         _arm_watchdog(control)
         log.info(
@@ -83,6 +85,11 @@ def run(config: Config) -> int:
         )
         control.loop()
         control.notifier.stopping()
+        control.close_sockets()
+        if control.l2 is not None:
+            if not control.exit_code:
+                control.l2.drain(config.l2_drain_seconds, lambda: control.stop_requests > 1)
+            control.l2.stop()
         for child in children:
             child.stop(time.monotonic() + CHILD_STOP_S)
     control.close()
@@ -108,6 +115,7 @@ class _Signals:
 
     def _stop(self, number: int, _: object) -> None:
         self._control.stopping = True
+        self._control.stop_requests += 1  # a second one ends the draining of L2
 
     def _drain(self) -> None:
         try:

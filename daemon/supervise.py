@@ -106,6 +106,10 @@ class Child:
                 self._signal(signal.SIGKILL)
                 self._heard = now  # its end comes by on_exit
 
+    def proved(self) -> None:
+        """It came up and can do its work: if it fails again, it is not kept waiting for long."""
+        self._failures = min(self._failures, FLAPPING_FAILURES)
+
     def reasons(self) -> list[str]:
         """Why health is degraded; empty when all is well."""
         if self.state is State.WAITING:

@@ -5,7 +5,8 @@ This ties the parts together and keeps them in step; each part owns one thing:
     table.py      records and their states          slabs.py      extents
     index.py      key -> entry                      recency.py    eviction order, one per size class
     heads.py      which RESERVED waits for which     namespaces.py identity
-    here          who writes which shard (`_taken`), what is given up but still written (`_doomed`), quarantine
+    here          who writes which shard (`_taken`), what is given up but still written (`_doomed`), what goes when its
+                  last reader does (`_passing`), quarantine
 
 Ownership of references and reservations is the caller's (see daemon/sessions.py); here are only the counts, and
 `check_integrity` compares them with what the caller says it holds.  Nothing here blocks or touches the data segment.
@@ -39,6 +40,7 @@ INCOMPLETE_S = 60.0  # some ranks stored their shard of a chunk, the others neve
 INCOMPLETE_UNDER_PRESSURE_S = 2.0  # ... or after this when a store finds no room otherwise
 HEADS_CLIMB = 65536  # heads that one reservation may look at to keep chains free of circles
 DEMAND_LIMIT = 4096  # entries one reservation may evict from other size classes
+ALL_SHARDS = -1  # a mover that loads a chunk writes all its shards
 _STATE_WORD = 18  # of a record: state (low half), references (high half)
 _LOW = np.uint64(0xFFFFFFFF)
 
@@ -46,6 +48,10 @@ _LOW = np.uint64(0xFFFFFFFF)
 GRANTED, PRESENT, BUSY, FULL, ORPHAN = range(5)
 # COMMIT outcomes, as in ipc.messages.Outcome
 SEALED, WAITING, ABORTED, LOST = range(4)
+
+
+def _bits(shard: int, shards: int) -> np.uint64:
+    return np.uint64((1 << shards) - 1 if shard == ALL_SHARDS else 1 << shard)
 
 
 class Prefix(NamedTuple):
@@ -81,15 +87,20 @@ class Arena:
         self.entries_of: Counter[int] = Counter()  # per namespace, RESERVED included
         self.watch: set[int] = set()  # entries whose next seal or free goes to `settled`
         self.settled: list[int] = []
+        self.fresh: list[I64] | None = None  # what was sealed, for whoever makes this a list and empties it
+        self.keeps_heads = True  # False: L1 is a mere buffer, a tail may be stored whose head has left it
         self.bytes_reserved = 0
         self.reserving = True  # memory is still being made ready: wait for it rather than evict
         self.bytes_total = slabs.units * slabs.slab_bytes
         self._policy = POLICIES[policy]
+        self.evicts = self._policy.evicts
         self._watermark, self._ratio = watermark, ratio
         self._draining_to: int | None = None  # bytes; a watermark eviction is under way
         self._orders: dict[int, Order] = {}
         self._taken = np.zeros(table.capacity, dtype=np.uint64)  # shards being written
         self._doomed = np.zeros(table.capacity, dtype=bool)  # given up, but a writer is still at it
+        self._passing = np.zeros(table.capacity, dtype=bool)  # leaves L1 with its last reference
+        self._any_passing = False
         self._quarantine: deque[tuple[float, I64]] = deque()
         self._incomplete: deque[tuple[float, I64, npt.NDArray[np.uint32]]] = deque()
         self.bytes_quarantined = 0
@@ -105,6 +116,7 @@ class Arena:
         sealed = there & (state == State.SEALED)
         n = len(keys) if sealed.all() else int(sealed.argmin())
         blocked = n < len(keys) and there[n] and int(state[n]) == State.RESERVED
+        blocked = blocked and not self._doomed[found.entries[n]]  # nobody waits for what is given up
         return Prefix(found.entries[:n], int(found.entries[n]) if blocked else -1)
 
     def touch(self, namespace: Namespace, chain: I64, *, read: bool = True) -> None:
@@ -124,6 +136,18 @@ class Arena:
         self.table.references[entries] -= np.uint32(1)
         for extent in {int(e) for e in self.table.extent_bytes[entries[:1]]}:
             self._order(extent).released()
+        if self._any_passing:
+            self._let_pass(entries[self._passing[entries]])
+
+    def pass_on(self, entries: I64, *, at_once: bool) -> None:
+        """These sealed entries leave L1 with their last reference; ``at_once`` also if they have none now."""
+        self._passing[entries] = True
+        self._any_passing = True
+        if at_once:
+            self._let_pass(entries)
+
+    def _let_pass(self, entries: I64) -> None:
+        self.drop(entries, counted_as="entries_passed")
 
     def references_dropped(self) -> None:
         """References were lowered behind our back: entries that could not go may go now."""
@@ -145,13 +169,15 @@ class Arena:
     # ---- storing -----------------------------------------------------------------------------------------------------
 
     def reserve(self, namespace: Namespace, keys: U64, start: int, shard: int) -> Grant:
-        """Extents for the chunks from ``start`` on that are missing (or miss this shard).  Touches the whole chain."""
+        """Extents for the chunks from ``start`` on that are missing (or miss this shard).  Touches the whole chain.
+
+        ``shard`` ALL_SHARDS is for a load, which never joins chunks that others are writing."""
         n = len(keys)
         found = self.index.find(keys, namespace.id)
         entries = found.entries
         absent = entries < 0
         verdicts = np.zeros(n - start, dtype=np.uint8)
-        if absent[:start].any():
+        if absent[:start].any() and self.keeps_heads:
             verdicts[:] = ORPHAN
             return Grant(verdicts, np.empty(0, np.int64), np.empty(0, np.int64), int(absent[:start].argmax()))
         state = found.records[:, _STATE_WORD] & _LOW
@@ -179,12 +205,18 @@ class Arena:
         granted = entries[start:][granted_at]
         own = np.zeros(n, dtype=bool)
         own[start:][granted_at] = True
-        return Grant(verdicts, granted, entries[(entries >= 0) & ~own], -1)
+        chain = entries[(entries >= 0) & ~own]
+        if self._any_passing and self.keeps_heads and shard != ALL_SHARDS and len(granted):
+            self._passing[chain] = False  # something hangs on them now: they stay as long as their tail may
+        return Grant(verdicts, granted, chain, -1)
 
     def _join(self, entries: I64, shard: int, shards: int, verdicts: U8, at: I64) -> I64:
         """Another rank started these chunks: take this shard of them where it is free.  Positions within ``at``."""
         if not len(entries):
             return at
+        if shard == ALL_SHARDS:
+            verdicts[at] = BUSY
+            return at[:0]
         bit = np.uint64(1 << shard)
         done = (self.table.shard_mask[entries] & bit) != 0
         taken = (self._taken[entries] & bit) != 0
@@ -220,7 +252,7 @@ class Arena:
             shards=namespace.shards,
         )
         self.index.insert(new_keys, namespace.id, made)
-        self._taken[made] = np.uint64(1 << shard)
+        self._taken[made] = _bits(shard, namespace.shards)
         self._doomed[made] = False
         self.entries_of[namespace.id] += len(made)
         self.bytes_reserved += extent * len(made)
@@ -240,16 +272,17 @@ class Arena:
 
     def commit(self, granted: I64, shard: int, good: npt.NDArray[np.bool_], checksums: U64 | None) -> U8:
         """The writer of ``shard`` has finished with ``granted`` (chain order).  Outcome per entry."""
-        bit = np.uint64(1 << shard)
         table = self.table
         if not len(granted):
             return np.empty(0, dtype=np.uint8)
+        shards = int(table.shards[granted[0]])
+        bit = _bits(shard, shards)
         self._taken[granted] &= ~bit
         if good.all() and not self._doomed[granted].any():
             table.shard_mask[granted] |= bit
             if checksums is not None:
                 table.set_checksums(granted, shard, checksums)
-            if int(table.shards[granted[0]]) == 1 and self.heads.is_plain_run(granted):
+            if (shards == 1 or shard == ALL_SHARDS) and self.heads.is_plain_run(granted):
                 self.heads.settle_run(granted)
                 self._seal(granted)
                 return np.full(len(granted), SEALED, dtype=np.uint8)
@@ -295,6 +328,13 @@ class Arena:
         lost = self.heads.cut(entry)
         self._doomed[lost] = True
         self._free_doomed(lost, quarantine=quarantine)
+        self._notice(np.array(lost, dtype=np.int64))
+
+    def doom(self, entries: I64, generations: npt.NDArray[np.uint32]) -> None:
+        """Whoever writes these is late: nobody waits for them any more.  They are freed when the writer has ended."""
+        for entry, generation in zip(entries.tolist(), generations.tolist(), strict=True):
+            if not self._gone(entry, generation) and not self._doomed[entry]:
+                self.give_up(entry, quarantine=False)
 
     def _gone(self, entry: int, generation: int) -> bool:
         return self.table.state[entry] != State.RESERVED or int(self.table.generation[entry]) != generation
@@ -309,6 +349,8 @@ class Arena:
 
     def _seal(self, entries: I64) -> None:
         self.table.seal(entries)
+        if self.fresh is not None:
+            self.fresh.append(entries)
         self.bytes_reserved -= int(self.table.extent_bytes[entries[0]]) * len(entries)
         self._notice(entries)
 
@@ -452,11 +494,11 @@ class Arena:
         """One bounded step of log compaction.  True = there is more to do."""
         return any(order.squeeze(self.slabs.classes[extent].used) for extent, order in self._orders.items())
 
-    def drop(self, entries: I64) -> int:
+    def drop(self, entries: I64, *, counted_as: str = "entries_deleted") -> int:
         """Remove those of ``entries`` that are sealed and not referenced.  Returns how many."""
         entries = entries[self._evictable(entries)]
         if len(entries):
-            self.counters["entries_deleted"] += len(entries)
+            self.counters[counted_as] += len(entries)
             self.table.begin_evict(entries)
             self._leave_orders(entries)
             self._forget(entries, quarantine=False)
@@ -482,6 +524,8 @@ class Arena:
             self.quarantine(offsets, int(table.extent_bytes[entries].sum()))
         else:
             self.slabs.give(offsets)
+        if self._any_passing:
+            self._passing[entries] = False
         table.free(entries)
         self._notice(entries)
 

@@ -53,7 +53,7 @@ SUPERBLOCK = np.dtype(
         ("data_inode", "<u8"),  # ties the two segments of one arena together
         ("checksum", "<u8"),  # over all of the above
         ("epoch", "<u8"),  # after the checksum: grows at each daemon start
-        ("reserved", "<u8"),
+        ("tiers", "<u8"),  # fingerprint of the adapters that the entries' tier bits speak of; 0 = of none
     ]
 )
 
@@ -105,7 +105,7 @@ ENTRY = np.dtype(
         ("references", "<u4"),
         ("recency", "<u8"),
         ("shard_mask", "<u8"),  # shards committed so far
-        ("tiers", "<u4"),  # bit per L2 adapter that holds it
+        ("tiers", "<u4"),  # bit per L2 adapter that need not be given it (any more)
         ("reserved1", "<u4"),
         ("reserved2", "<u8", (2,)),
     ]

@@ -43,6 +43,7 @@ class EntryTable:
         self.references = self.rows["references"]
         self.recency: U64 = self.rows["recency"]
         self.shard_mask: U64 = self.rows["shard_mask"]
+        self.tiers = self.rows["tiers"]
         # Free records: those never used, in order, and a stack of returned ones.
         self._fresh = 0
         self._stack = np.empty(self.capacity, dtype=np.uint32)
@@ -55,6 +56,11 @@ class EntryTable:
     @property
     def used_count(self) -> int:
         return self._fresh - self._returned
+
+    @property
+    def ever_used(self) -> int:
+        """No record from this one on is in use."""
+        return self._fresh
 
     # ---- transitions -------------------------------------------------------------------------------------------------
 

@@ -35,6 +35,16 @@ COUNTERS = {
     "entries_deleted": "Chunks deleted on request",
     "entries_given_up": "Chunks lost because a head that they hang on was given up",
     "entries_incomplete": "Chunks dropped because one of their writers ended before all shards were in",
+    "entries_passed": "Chunks that left L1 with their last reader, because L2 has them",
+    "l2_chunks_stored": "Chunks stored in L2, over all adapters",
+    "l2_store_failures": "Chunks that an adapter could not store",
+    "l2_stores_shed": "Chunks whose store was put off because the queue was full",
+    "l2_stores_too_late": "Chunks that left L1 before their store to L2 began",
+    "l2_chunks_loaded": "Chunks loaded from L2",
+    "l2_load_failures": "Chunks that L2 had and that could not be loaded",
+    "l2_loads_refused_full": "Chunks not loaded because no memory was free or evictable",
+    "l2_prefetches": "Chains looked for in L2",
+    "l2_prefetches_expired": "Chains not found out about in L2 by their deadline",
     "refused_bad_request": "Requests refused: malformed",
     "refused_unknown_op": "Requests refused: unknown operation",
     "refused_unknown_lease": "Requests refused: not attached",
@@ -59,6 +69,29 @@ _L1 = {
     "entries_capacity": ("l1_entries_capacity", "Chunks that can be held at once"),
     "references": ("l1_references", "References held by readers"),
     "lookups_waiting": ("l1_lookups_waiting", "Lookups that wait for chunks being written"),
+}
+
+# Key of a row under "l2" -> (metric, kind, help).
+_L2 = {
+    "bytes_used": ("l2_used_bytes", "gauge", "Bytes on the medium"),
+    "bytes_limit": ("l2_capacity_bytes", "gauge", "Bytes that the medium may hold"),
+    "objects": ("l2_objects", "gauge", "Objects on the medium"),
+    "bytes_queued": ("l2_queued_bytes", "gauge", "Bytes of L1 that wait to be stored"),
+    "bytes_storing": ("l2_storing_bytes", "gauge", "Bytes of L1 held by stores that run"),
+    "bytes_loading": ("l2_loading_bytes", "gauge", "Bytes of L1 that loads are writing"),
+    "jobs": ("l2_jobs", "gauge", "Jobs that the mover has"),
+    "restarts": ("l2_restarts_total", "counter", "Times that the mover was started again"),
+    "breaker_opened": ("l2_breaker_opened_total", "counter", "Times that the medium was left alone after failures"),
+    "bytes_stored": ("l2_stored_bytes_total", "counter", "Bytes stored"),
+    "chunks_stored": ("l2_stored_chunks_total", "counter", "Chunks stored"),
+    "bytes_loaded": ("l2_loaded_bytes_total", "counter", "Bytes loaded"),
+    "chunks_loaded": ("l2_loaded_chunks_total", "counter", "Chunks loaded"),
+    "stores_shed": (
+        "l2_stores_shed_chunks_total",
+        "counter",
+        "Chunks whose store was put off because the queue was full",
+    ),
+    "jobs_late": ("l2_late_jobs_total", "counter", "Jobs that had no answer by their deadline"),
 }
 
 _NAME = re.compile(r"[^a-zA-Z0-9_]")
@@ -90,6 +123,18 @@ def _lines(document: Mapping[str, Any]) -> Iterator[str]:
     for key in ("entries", "bytes"):
         samples = [(labels, _number(n.get(key))) for labels, n in namespaces]
         yield from _metric(f"namespace_{key}", "gauge", f"{key.capitalize()} held per namespace", samples)
+
+    adapters = [({"adapter": str(a.get("name", "")), "type": str(a.get("type", ""))}, a) for a in _items(d.get("l2"))]
+    for key, (name, kind, text) in _L2.items():
+        yield from _metric(name, kind, text, [(labels, _number(a.get(key))) for labels, a in adapters])
+    up = [(labels, float(a.get("phase") == "serving" and a.get("breaker") == "closed")) for labels, a in adapters]
+    yield from _metric("l2_available", "gauge", "1 when the adapter is given jobs", up)
+    failed = [
+        (labels | {"reason": str(reason)}, _number(count))
+        for labels, a in adapters
+        for reason, count in _mapping(a.get("failures")).items()
+    ]
+    yield from _metric("l2_failures_total", "counter", "Chunks that could not be stored or loaded", failed)
 
     counters = _mapping(d.get("counters"))
     for key in dict.fromkeys([*COUNTERS, *sorted(counters)]):

@@ -59,7 +59,7 @@ def test_the_defaults_of_the_struct_and_of_the_table_are_the_same():
 
 @pytest.mark.parametrize("option", SETTINGS, ids=lambda option: option.name)
 def test_each_default_passes_its_own_check_as_text_and_as_toml(option: Option, tmp_path: Path):
-    text = {"users": "", "groups": "", "mode": f"{option.default:04o}" if option.kind == "mode" else ""}
+    text = {"users": "", "groups": "", "adapters": "", "mode": f"{option.default:04o}" if option.kind == "mode" else ""}
     raw = text.get(option.kind, str(option.default))
     assert option.parse(raw) == option.default
     line = next(line for line in load([], {}).as_toml().splitlines() if line.startswith(option.key + " "))
@@ -115,7 +115,8 @@ def test_an_empty_variable_counts_as_unset():
         ('l1_size_gb = "2" \nl1-size-gb = 3', "given twice"),
         ("chunk_size = true", "whole number"),
         ("log_level = 3", "not one of"),
-        ("l2_adapter = 1", "no L2 yet"),
+        ("l2_adapter = 1", "not an object"),
+        ('l2_adapter = [{type = "fs", basepath = "/x"}]', "base_path"),
         ("forget = true", "'forget' is not a setting"),
         ("= 3", "not valid TOML"),
         ("name = 5", "not text"),
@@ -141,8 +142,6 @@ def test_dashes_work_in_the_file(tmp_path):
         ("--prometheus-port", "--http-port"),
         ("--worker-reap-timeout-seconds", "never reaped"),
         ("--no-l1-use-lazy", "background"),
-        ("--l2-adapter", "this version has no L2 yet"),
-        ("--l2-store-policy", "this version has no L2 yet"),
         ("--run-script-api-enabled", "never runs code"),
     ],
 )
@@ -183,7 +182,35 @@ def test_kvkeepd_with_a_wrong_flag_ends_with_status_2_and_one_line():
     done = kvkeepd("--l2-adapter", "{}")
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
-    assert "this version has no L2 yet" in done.stderr
+    assert "an L2 adapter needs a 'type'" in done.stderr
+
+
+def test_adapters_are_given_one_a_flag_and_kept_in_order(tmp_path):
+    one, two = '{"type": "mock"}', '{"type": "fs", "base_path": "/x", "threads": 2}'
+    wanted = [{"type": "mock"}, {"type": "fs", "base_path": "/x", "threads": 2}]
+    loaded = load(["--l2-adapter", one, f"--l2-adapter={two}"], {})
+    assert loaded.config.adapters == wanted
+    assert load(["--config", write(tmp_path, loaded.as_toml())], {}).config.adapters == wanted
+    assert load([], {"KVKEEP_L2_ADAPTER": f"[{one}, {two}]"}).config.adapters == wanted
+    in_toml = 'l2_adapter = [{type = "mock"}, {type = "fs", base_path = "/x", threads = 2}]'
+    assert load(["--config", write(tmp_path, in_toml)], {}).config.adapters == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("fs", "not JSON"),
+        ('"fs"', "not an object"),
+        ('{"type": "fss"}', "there is no L2 adapter 'fss'"),
+        ('{"type": "fs"}', "base_path"),
+        ('{"type": "mock", "threads": 0}', "'threads' is 0: give 1 to 64"),
+        ('{"type": "mock", "thread": 3}', "thread"),
+    ],
+)
+def test_a_wrong_adapter_is_one_sentence(text, says):
+    message = refused(["--l2-adapter", text])
+    assert "flag --l2-adapter" in message
+    assert says in message
 
 
 def test_the_help_names_every_option():

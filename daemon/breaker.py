@@ -1,0 +1,66 @@
+"""A circuit breaker: after some failures in a row a medium is left alone, and asked by a probe whether it works again.
+
+CLOSED --FAILURES failures in a row--> OPEN --pause over: probe()--> HALF_OPEN --it worked--> CLOSED
+                                         ^                              |
+                                         +--it failed, pause doubled----+
+"""
+
+from __future__ import annotations
+
+import enum
+
+FAILURES = 3
+PAUSE_FIRST_S = 0.5
+PAUSE_MAX_S = 30.0
+
+
+class Circuit(enum.Enum):
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half-open"
+
+
+class Breaker:
+    def __init__(self) -> None:
+        self.circuit = Circuit.CLOSED
+        self.opened = 0  # times, for the statistics
+        self.probe_at = 0.0  # while OPEN: when to probe
+        self._failures = 0
+        self._pause = PAUSE_FIRST_S
+
+    @property
+    def closed(self) -> bool:
+        return self.circuit is Circuit.CLOSED
+
+    def success(self) -> None:
+        """A job got an answer that speaks for the medium."""
+        if self.closed:
+            self._failures = 0
+
+    def failure(self, now: float) -> bool:
+        """A job failed by a fault of the medium, or got no answer.  True = the circuit is open from now on."""
+        self._failures += 1
+        if self.closed and self._failures >= FAILURES:
+            self._open(now)
+            self.opened += 1
+            return True
+        return False
+
+    def probing(self) -> None:
+        self.circuit = Circuit.HALF_OPEN
+
+    def probed(self, works: bool, now: float) -> None:
+        if works:
+            self.reset()
+        elif not self.closed:
+            self._pause = min(PAUSE_MAX_S, self._pause * 2)
+            self._open(now)
+
+    def reset(self) -> None:
+        self.circuit = Circuit.CLOSED
+        self._failures = 0
+        self._pause = PAUSE_FIRST_S
+
+    def _open(self, now: float) -> None:
+        self.circuit = Circuit.OPEN
+        self.probe_at = now + self._pause

@@ -1,0 +1,416 @@
+"""Control's side of one mover: its process, the channel, the jobs it has, and whether to give it more.
+
+    STARTING --Ready--> SERVING --process reaped--> STARTING (a new process, a new channel)
+
+A job is open from `submit` until exactly one call of its ``done``: with the mover's answer, or with LOST for all
+chunks when the process has been reaped. Only then may the extents of a job be used for anything else; a mover that
+hangs keeps them. A job that is overdue calls ``late`` (its extents stay the mover's) and counts as a failure of the
+medium.
+
+The channel is a fresh pair of sockets for each process, so no job can reach a process that it was not meant for.
+The child's end always has the same number, because a Child inherits by number.
+"""
+
+from __future__ import annotations
+
+import enum
+import heapq
+import itertools
+import json
+import logging
+import os
+import socket
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvkeep.daemon.breaker import Breaker, Circuit
+from kvkeep.daemon.supervise import Child
+from kvkeep.l2 import jobs as j
+from kvkeep.l2.jobs import Code
+
+HEARTBEAT_S = 10.0  # also covers the start of the process on a loaded machine
+OVERDUE_LEAST_S = 1.0  # a short deadline that passes says nothing against the medium before this
+PROBE_DEADLINE_S = 5.0
+MEASURE_S = 2.0
+ROUND_PACKETS = 64  # read per round of the control loop
+RESEND_S = 0.01  # the channel was full
+LONG_START_S = 15.0  # an adapter that opens for longer than this is a reason to say so
+
+log = logging.getLogger("kvkeep.movers")
+
+Done = Callable[[Sequence[int]], None]  # gets one Code per chunk
+
+
+class Phase(enum.Enum):
+    STARTING = "starting"
+    SERVING = "serving"
+
+
+@dataclass(eq=False)
+class OpenJob:
+    job: j.AnyJob
+    done: Done
+    late: Callable[[], None]
+    nbytes: int
+    overdue: float  # when it is
+    is_late: bool = False
+
+
+def _nothing() -> None:
+    pass
+
+
+class Mover:
+    def __init__(
+        self,
+        index: int,
+        config: dict[str, Any],
+        *,
+        data_fd: int,
+        data_bytes: int,
+        lease_fd: int,
+        log_level: str,
+        log_format: str,
+    ) -> None:
+        """``lease_fd`` carries a lock that shows the next daemon whether this mover still lives (see shm/leases.py)."""
+        self.index = index
+        self.bit = 1 << index
+        self.name = f"l2-{index}"
+        self.type_name = str(config.get("type") or config.get("class_name") or "?")
+        self.label = str(config.get("name") or self.type_name)
+        self.breaker = Breaker()
+        self.phase = Phase.STARTING
+        self.usage = j.Usage(0, 0, 0)
+        self.failures: Counter[str] = Counter()  # chunks, by what went wrong
+        self.totals: Counter[str] = Counter()
+        self.adapter_counters: dict[str, int] = {}
+        self.putting = self.getting = 0  # bytes in open jobs
+        self.puts = 0  # open Put jobs
+        self.on_serving: Callable[[Mover], None] = lambda mover: None  # from now on it may be given jobs (again)
+        self.watch: Callable[[int, Callable[[], object]], None] = lambda fd, callback: None
+        self.unwatch: Callable[[int], None] = lambda fd: None
+        self._since = time.monotonic()  # in this phase
+        self._trouble = ""  # what the adapter said when it could not be opened
+        self._last_fault = ""
+        self._full = ""
+        self._ids = itertools.count(1)
+        self._open: dict[int, OpenJob] = {}
+        self._overdue: list[tuple[float, int]] = []
+        self._outbox: deque[bytes] = deque()
+        self._measure_at = 0.0
+        self._active = True  # since the last measurement
+        self._ours, theirs = self._pair()
+        self._theirs = os.dup(theirs.fileno())
+        theirs.close()
+        words = {
+            "--name": self.name,
+            "--config": json.dumps(config),
+            "--channel-fd": self._theirs,
+            "--data-fd": data_fd,
+            "--data-bytes": data_bytes,
+            "--log-level": log_level,
+            "--log-format": log_format,
+        }
+        argv = ["kvkeep.daemon.mover", *(str(word) for pair in words.items() for word in pair)]
+        self.child = Child(self.name, argv, pass_fds=(self._theirs, data_fd, lease_fd), heartbeat_s=HEARTBEAT_S)
+
+    @staticmethod
+    def _pair() -> tuple[socket.socket, socket.socket]:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        for end in (ours, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        return ours, theirs
+
+    # ---- life --------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self.child.start()
+        self.watch(self.child.fileno(), self.on_child)
+        self.watch(self._ours.fileno(), self.receive)
+
+    def stop(self, deadline: float) -> None:
+        """The end: waits for the process, then closes the books."""
+        self.child.stop(deadline)
+        self._died()
+
+    def close(self) -> None:
+        self.unwatch(self._ours.fileno())
+        self.unwatch(self.child.fileno())
+        self._ours.close()
+        os.close(self._theirs)
+        self.child.close()
+
+    def filenos(self) -> tuple[int, int]:
+        return self.child.fileno(), self._ours.fileno()
+
+    def on_child(self) -> None:
+        pid = self.child.pid
+        self.child.on_exit()
+        if pid and self.child.pid != pid:
+            self._died()
+
+    def _died(self) -> None:
+        """The process has been reaped: nothing writes for its open jobs any more."""
+        while self.receive():
+            pass
+        self.phase, self._since = Phase.STARTING, time.monotonic()
+        self.unwatch(self._ours.fileno())
+        self._ours.close()
+        self._ours, theirs = self._pair()
+        os.dup2(theirs.fileno(), self._theirs, inheritable=False)
+        theirs.close()
+        self.watch(self._ours.fileno(), self.receive)
+        self._outbox.clear()
+        if self._open:
+            log.warning("%s died with %d jobs", self.name, len(self._open))
+        for open_job in list(self._open.values()):
+            self._close_job(open_job, [Code.LOST] * j.chunk_count(open_job.job))
+
+    # ---- jobs --------------------------------------------------------------------------------------------------------
+
+    @property
+    def available(self) -> bool:
+        return self.phase is Phase.SERVING and self.breaker.closed
+
+    @property
+    def open_jobs(self) -> int:
+        return len(self._open)
+
+    def next_id(self) -> int:
+        return next(self._ids)
+
+    def submit(self, job: j.AnyJob, done: Done, *, late: Callable[[], None] = _nothing, nbytes: int = 0) -> None:
+        """``job.id`` is from `next_id`.  Only when `available` (or for a probe)."""
+        now = time.monotonic()
+        overdue = max(job.deadline, now + OVERDUE_LEAST_S)
+        self._open[job.id] = OpenJob(job, done, late, nbytes, overdue)
+        heapq.heappush(self._overdue, (overdue, job.id))
+        if isinstance(job, j.Put):
+            self.puts += 1
+            self.putting += nbytes
+        elif isinstance(job, j.Get):
+            self.getting += nbytes
+        self._active = True
+        self._outbox.append(j.encode(job))
+        self._flush()
+
+    def _flush(self) -> None:
+        while self._outbox:
+            try:
+                self._ours.send(self._outbox[0])
+            except BlockingIOError:
+                return
+            except OSError:
+                return  # it is gone; its end comes by the child
+            self._outbox.popleft()
+
+    def receive(self) -> bool:
+        """Read what the mover said.  True = there may be more."""
+        for _ in range(ROUND_PACKETS):
+            try:
+                packet = self._ours.recv(j.MAX_PACKET + 1)
+            except (BlockingIOError, ConnectionError):
+                self._flush()
+                return False
+            if not packet:
+                return False
+            try:
+                message = j.decode_message(packet)
+            except Exception:
+                log.exception("%s: a message that is none", self.name)
+                continue
+            self._take(message)
+        return True
+
+    def _take(self, message: j.Message) -> None:
+        if isinstance(message, j.Ready):
+            self.type_name, self.usage = message.type_name, message.usage
+            self.phase, self._trouble = Phase.SERVING, ""
+            self.child.proved()
+            self.breaker.reset()
+            log.info("%s (%s) serves: %d objects, %d bytes", self.name, self.label, *_of(message.usage))
+            self.on_serving(self)
+        elif isinstance(message, j.Failed):
+            if self._trouble != message.reason:
+                log.error("%s (%s) cannot be opened: %s", self.name, self.label, message.reason)
+            self._trouble = message.reason
+        else:
+            self._answered(message)
+
+    def _answered(self, answer: j.Answer) -> None:
+        open_job = self._open.get(answer.id)
+        if open_job is None:
+            log.error("%s answered a job that it does not have: %d", self.name, answer.id)
+            return
+        job = open_job.job
+        if answer.usage is not None:
+            self.usage = answer.usage
+        if answer.counters is not None:
+            self.adapter_counters = answer.counters
+        codes = answer.codes
+        if len(codes) != j.chunk_count(job):
+            log.error("%s: %d codes for %d chunks", self.name, len(codes), j.chunk_count(job))
+            codes = bytes([Code.UNAVAILABLE]) * j.chunk_count(job)
+        self._judge(job, codes, answer)
+        self._close_job(open_job, list(codes))
+
+    def _judge(self, job: j.AnyJob, codes: bytes, answer: j.Answer) -> None:
+        """What the answer says about the medium."""
+        now = time.monotonic()
+        seen = set(codes)
+        if isinstance(job, j.Measure):
+            return
+        if isinstance(job, j.Probe):
+            self._last_fault = answer.detail or self._last_fault
+            self._probed(Code.OK in seen, now)
+            return
+        if seen & j.FAULTS:
+            self._last_fault = answer.detail or (os.strerror(answer.errno) if answer.errno else "")
+        if seen and seen <= j.FAULTS:
+            self._fault(now)
+        elif not seen <= {Code.EXPIRED, Code.STOPPING}:
+            self.breaker.success()
+        if isinstance(job, j.Put):
+            if Code.NO_SPACE in seen:
+                self._full = answer.detail or "the medium is full"
+            elif Code.OK in seen:
+                self._full = ""
+
+    def _fault(self, now: float) -> None:
+        if self.breaker.failure(now):
+            log.warning(
+                "%s (%s): left alone after failures in a row, the last: %s", self.name, self.label, self._fault_text
+            )
+
+    @property
+    def _fault_text(self) -> str:
+        return self._last_fault or "no answer in time"
+
+    def _probed(self, works: bool, now: float) -> None:
+        was_closed = self.breaker.closed
+        self.breaker.probed(works, now)
+        if self.breaker.closed and not was_closed:
+            log.info("%s (%s) works again", self.name, self.label)
+            if self.phase is Phase.SERVING:
+                self.on_serving(self)
+
+    def _close_job(self, open_job: OpenJob, codes: list[int]) -> None:
+        job = open_job.job
+        del self._open[job.id]
+        if isinstance(job, j.Put):
+            self.puts -= 1
+            self.putting -= open_job.nbytes
+        elif isinstance(job, j.Get):
+            self.getting -= open_job.nbytes
+        if not isinstance(job, j.Find | j.Measure | j.Probe):
+            for code in codes:
+                if code != Code.OK:
+                    self.failures[Code(code).name.lower()] += 1
+        open_job.done(codes)
+
+    # ---- time --------------------------------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> float | None:
+        """What is due.  Returns when the next thing is."""
+        deadlines = [self._tick_child(now), self._tick_jobs(now), self._tick_breaker(now), self._tick_measure(now)]
+        if self._outbox:
+            self._flush()
+            deadlines.append(now + RESEND_S if self._outbox else None)
+        return min((d for d in deadlines if d is not None), default=None)
+
+    def _tick_child(self, now: float) -> float | None:
+        deadline = self.child.next_deadline()
+        if deadline is not None and now >= deadline:
+            self.child.tick(now)
+            deadline = self.child.next_deadline()
+        return deadline
+
+    def _tick_jobs(self, now: float) -> float | None:
+        while self._overdue:
+            due, job_id = self._overdue[0]
+            open_job = self._open.get(job_id)
+            if open_job is not None and due > now:
+                return due
+            heapq.heappop(self._overdue)
+            if open_job is not None:
+                self._late(open_job, now)
+        return None
+
+    def _late(self, open_job: OpenJob, now: float) -> None:
+        open_job.is_late = True
+        self.totals["jobs_late"] += 1
+        self._last_fault = ""
+        if isinstance(open_job.job, j.Probe):
+            self.breaker.probed(False, now)
+        elif not isinstance(open_job.job, j.Measure):
+            self._fault(now)
+        open_job.late()
+
+    def _tick_breaker(self, now: float) -> float | None:
+        if self.breaker.circuit is not Circuit.OPEN or self.phase is not Phase.SERVING:
+            return None
+        if now < self.breaker.probe_at:
+            return self.breaker.probe_at
+        if any(isinstance(o.job, j.Probe) for o in self._open.values()):
+            return None  # the last one is still with it; its answer, or its end, will tell
+        self.breaker.probing()
+        self.submit(j.Probe(self.next_id(), now + PROBE_DEADLINE_S), lambda codes: None)
+        return None
+
+    def _tick_measure(self, now: float) -> float | None:
+        if not self._active or not self.available:
+            return None
+        if now >= self._measure_at:
+            self._measure_at = now + MEASURE_S
+            self.submit(j.Measure(self.next_id(), now + PROBE_DEADLINE_S), lambda codes: None)
+            self._active = False
+            return None
+        return self._measure_at
+
+    # ---- what it looks like ------------------------------------------------------------------------------------------
+
+    def reasons(self) -> list[str]:
+        """Why health is degraded; empty when all is well."""
+        found = self.child.reasons()
+        if self._trouble:
+            found.append(f"{self.name} ({self.label}): {self._trouble}")
+        elif self.phase is Phase.STARTING and time.monotonic() - self._since > LONG_START_S:
+            found.append(f"{self.name} ({self.label}): it is still being opened")
+        if not self.breaker.closed:
+            found.append(f"{self.name} ({self.label}): left alone, it does not work: {self._fault_text}")
+        if self._full:
+            found.append(f"{self.name} ({self.label}): stores fail: {self._full}")
+        return found
+
+    def row(self) -> dict[str, Any]:
+        """For the status document."""
+        return {
+            "name": self.name,
+            "label": self.label,
+            "type": self.type_name,
+            "phase": self.phase.value,
+            "pid": self.child.pid,
+            "restarts": self.child.restarts,
+            "bytes_used": self.usage.bytes_used,
+            "bytes_limit": self.usage.bytes_limit,
+            "objects": self.usage.objects,
+            "breaker": self.breaker.circuit.value,
+            "breaker_opened": self.breaker.opened,
+            "jobs": len(self._open),
+            "bytes_storing": self.putting,
+            "bytes_loading": self.getting,
+            "failures": dict(self.failures),
+            "adapter": self.adapter_counters,
+            **{name: self.totals[name] for name in TOTALS},
+        }
+
+
+TOTALS = ("chunks_stored", "bytes_stored", "chunks_loaded", "bytes_loaded", "finds", "stores_shed", "jobs_late")
+
+
+def _of(usage: j.Usage) -> tuple[int, int]:
+    return usage.objects, usage.bytes_used

@@ -1,0 +1,389 @@
+"""The prefetch controller: the missing tail of a lookup is looked for in L2 and loaded.
+
+A task follows one chain, a window of chunks at a time:
+
+    begin ─► queued ─► asking adapter 0, 1, … for what L1 lacks ─► reserving (with eviction) ─► Get jobs ─┐
+                          ▲                                              │ no budget left: starved         │
+                          └──────── next window, if all of this one was found ◄───────────────────────────┘
+
+A lookup waits on the task while nothing is reserved yet, and on the RESERVED entry that it needs next from then on,
+exactly as it does for a client that stores; so one load serves everybody, and the prefix grows as loads come in.  A
+task never reports anything: it lets its lookups look again.  No lookup asks for a chunk twice.
+
+Limits: ``most`` tasks at a time, the others queue (their deadlines run); ``budget`` bytes of loads at a time,
+counted until a mover has answered, so a hung mover holds no more than that of L1. A load that is late is given up:
+lookups stop waiting for it at once, its extents are free only when the mover has answered or is dead.
+
+Policies: with ``default`` what was loaded leaves L1 with its last reader; with ``retain`` it stays.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from kvkeep.daemon.movers import Mover
+from kvkeep.l2 import jobs as j
+from kvkeep.l2.jobs import Code
+from kvkeep.shm.arena import ALL_SHARDS, FULL, GRANTED, ORPHAN, Arena
+from kvkeep.shm.layout import State
+from kvkeep.shm.namespaces import Namespace
+
+if TYPE_CHECKING:
+    from kvkeep.daemon.engine import Waiting
+
+I64 = npt.NDArray[np.int64]
+U32 = npt.NDArray[np.uint32]
+U64 = npt.NDArray[np.uint64]
+
+WINDOW = 256  # chunks asked for at once
+GET_CHUNKS = 32  # per Get, so that the mover's threads share a window
+GET_BYTES = 16 << 20  # ... unless one chunk is larger
+_IN_L1, _NOWHERE = -1, -2
+
+log = logging.getLogger("kvkeep.prefetch")
+
+POLICIES = ("default", "retain")
+TaskKey = tuple[int, bytes]  # namespace id, the chunk that its window begins with
+
+
+class Stage(enum.Enum):
+    QUEUED = "queued"
+    ASKING = "asking"
+    STARVED = "starved"
+    OVER = "over"
+
+
+@dataclass(eq=False)
+class Task:
+    namespace: Namespace
+    keys: U64  # the whole chain
+    at: int  # the window begins here
+    deadline: float
+    key: TaskKey
+    stage: Stage = Stage.QUEUED
+    waiters: list[Waiting] = field(default_factory=list)  # that wait for this window to be reserved, or missed
+    interested: list[Waiting] = field(default_factory=list)  # every lookup that ever waited here
+    source: list[int] = field(default_factory=list)  # per chunk of the window: an adapter's index, or _IN_L1, _NOWHERE
+    to_ask: list[Mover] = field(default_factory=list)
+    loads: int = 0  # open Get jobs
+
+    @property
+    def wanted(self) -> bool:
+        return any(w.handle.waiting is w for w in self.interested)
+
+
+@dataclass(eq=False)
+class Load:
+    """An open Get."""
+
+    task: Task
+    entries: I64
+    generations: U32
+    shards: int
+    nbytes: int
+
+
+class PrefetchController:
+    def __init__(
+        self,
+        arena: Arena,
+        movers: Sequence[Mover],
+        *,
+        policy: str,
+        most: int,
+        budget: int,
+        every_bit: int,
+        look_again: Callable[[Waiting], None],
+        wake: Callable[[], None],
+    ) -> None:
+        """``look_again`` is the engine's, for one lookup; ``wake`` is for those that wait for entries."""
+        self.arena = arena
+        self.retain = policy == "retain"
+        self.counters = arena.counters
+        self._movers = movers
+        self._most, self._budget = most, budget
+        self._every_bit = np.uint32(every_bit)
+        self._look_again, self._wake = look_again, wake
+        self._tasks: dict[TaskKey, Task] = {}  # by where they are now
+        self._queue: deque[Task] = deque()
+        self._active: set[Task] = set()
+        self._loads: set[Load] = set()
+        self._loading = 0  # bytes
+        self._loaded_under = np.zeros(arena.table.capacity, dtype=np.uint32)  # generation of an entry made for a load
+
+    # ---- from the engine ---------------------------------------------------------------------------------------------
+
+    @property
+    def available(self) -> bool:
+        return any(mover.available for mover in self._movers)
+
+    def begin(self, waiting: Waiting) -> bool:
+        """Look for what this lookup misses next.  False = there is nothing (more) to be had from L2.
+
+        A lookup begins at most once for each chunk, so it comes to an end whatever happens to its tasks."""
+        at = len(waiting.handle.references)
+        first = waiting.keys[at].tobytes()
+        if first in waiting.missed or not self.available:
+            return False
+        waiting.missed.add(first)
+        namespace = waiting.handle.namespace
+        key = (namespace.id, first)
+        task = self._tasks.get(key)
+        if task is None:
+            task = self._tasks[key] = Task(namespace, waiting.keys, at, waiting.deadline, key)
+            self._queue.append(task)
+            self.counters["l2_prefetches"] += 1
+        task.deadline = max(task.deadline, waiting.deadline)
+        task.waiters.append(waiting)
+        if waiting not in task.interested:
+            task.interested.append(waiting)
+        return True
+
+    @property
+    def waiting(self) -> int:
+        """Lookups that wait for a task."""
+        return sum(w.handle.waiting is w for task in self._tasks.values() for w in task.waiters)
+
+    # ---- the loop ----------------------------------------------------------------------------------------------------
+
+    def step(self, now: float) -> None:
+        """Start what may start, end what is overdue."""
+        for task in [t for t in self._active if now >= t.deadline]:
+            if task.stage is not Stage.OVER:
+                self.counters["l2_prefetches_expired"] += 1
+                self._end(task, None)
+            self._active.discard(task)  # what it still loads is bounded by the budget
+        for task in [t for t in self._active if t.stage is Stage.STARVED]:
+            self._reserve(task)
+        while self._queue and len(self._active) < self._most:
+            task = self._queue.popleft()
+            if now >= task.deadline or not task.wanted:
+                self._end(task, None)
+            else:
+                self._active.add(task)
+                self._ask_window(task)
+
+    def next_deadline(self) -> float | None:
+        return min((task.deadline for task in self._active), default=None)
+
+    def split(self, sealed: list[I64]) -> list[I64]:
+        """Of what was sealed: let the policy decide about what was loaded; returns the rest."""
+        stored: list[I64] = []
+        for entries in sealed:
+            generation = self.arena.table.generation[entries]
+            loaded = self._loaded_under[entries] == generation
+            if not loaded.any():
+                stored.append(entries)
+                continue
+            mine = entries[loaded & (self.arena.table.state[entries] == State.SEALED)]
+            if not self.retain and len(mine):
+                # Nobody took them up in time: they stay for the next who asks, where eviction can make room for others.
+                self.arena.pass_on(mine, at_once=not self.arena.evicts)
+            if not loaded.all():
+                stored.append(entries[~loaded])
+        return stored
+
+    # ---- asking ------------------------------------------------------------------------------------------------------
+
+    def _ask_window(self, task: Task) -> None:
+        keys = task.keys[task.at : task.at + WINDOW]
+        found = self.arena.index.find(keys, task.namespace.id).entries
+        task.source = [_IN_L1 if entry >= 0 else _NOWHERE for entry in found.tolist()]
+        task.to_ask = [mover for mover in self._movers if mover.available]
+        task.stage = Stage.ASKING
+        self._ask_next(task)
+
+    def _ask_next(self, task: Task) -> None:
+        """Ask the next adapter for what nobody had so far; with nobody left to ask, go on."""
+        missing = [i for i, source in enumerate(task.source) if source == _NOWHERE]
+        while missing and task.to_ask:
+            mover = task.to_ask.pop(0)
+            if mover.available:
+                self._ask(task, mover, missing)
+                return
+        self._reserve(task)
+
+    def _ask(self, task: Task, mover: Mover, missing: list[int]) -> None:
+        at = task.at
+        chunks = b"".join(task.keys[at + i].tobytes() for i in missing)
+        job = j.Find(mover.next_id(), task.deadline, task.namespace.digest, task.namespace.shards, chunks)
+        mover.totals["finds"] += 1
+        mover.submit(job, lambda codes: self._found(task, mover, at, missing, codes))
+
+    def _found(self, task: Task, mover: Mover, at: int, missing: list[int], codes: Sequence[int]) -> None:
+        if task.stage is not Stage.ASKING or task.at != at:
+            return  # it ended meanwhile
+        for i, code in zip(missing, codes, strict=True):
+            if code == Code.OK:
+                task.source[i] = mover.index
+        self._ask_next(task)
+
+    # ---- loading -----------------------------------------------------------------------------------------------------
+
+    def _reserve(self, task: Task) -> None:
+        """Everybody was asked: reserve and load the longest run that has a source."""
+        namespace, extent = task.namespace, task.namespace.extent_bytes
+        if not task.wanted or self.arena.namespaces.get(namespace.id) is not namespace:
+            self._end(task, None)
+            return
+        run = next((i for i, source in enumerate(task.source) if source == _NOWHERE), len(task.source))
+        whole = run == len(task.source)
+        loads = [i for i in range(run) if task.source[i] != _IN_L1]
+        if loads:
+            fit = max(0, self._budget - self._loading) // extent
+            if not fit and self._loading:
+                task.stage = Stage.STARVED
+                return
+            fit = max(1, fit)
+            if fit < len(loads):
+                run, whole = loads[fit], False
+            refused = self._load(task, run)
+            if refused >= 0:
+                run, whole = refused, False
+                self._end(task, run)
+                return
+        if run == 0:
+            self._end(task, 0)
+        elif run < len(task.source) and task.source[run] != _NOWHERE:
+            self._move_on(task, run)  # the budget cut it: the rest is asked for again
+        elif whole and task.at + run < len(task.keys):
+            self._move_on(task, run)
+        else:
+            self._end(task, run)
+
+    def _load(self, task: Task, run: int) -> int:
+        """Get jobs for the first ``run`` chunks of the window.  Returns the first that found no room, or -1."""
+        namespace, table = task.namespace, self.arena.table
+        end = task.at + run
+        grant = self.arena.reserve(namespace, task.keys[:end], task.at, ALL_SHARDS)
+        refused = np.flatnonzero((grant.verdicts == FULL) | (grant.verdicts == ORPHAN))
+        if (grant.verdicts == FULL).any():
+            self.counters["l2_loads_refused_full"] += int((grant.verdicts == FULL).sum())
+        positions = np.flatnonzero(grant.verdicts == GRANTED)
+        entries = grant.granted
+        self._loaded_under[entries] = table.generation[entries]
+        table.tiers[entries] = self._every_bit  # what an adapter had, and another lost, is not pushed back at it
+        most = min(GET_CHUNKS, max(1, GET_BYTES // namespace.extent_bytes))
+        start = 0
+        while start < len(entries):
+            source = task.source[int(positions[start])]
+            stop = start + 1
+            while stop < len(entries) and stop - start < most and task.source[int(positions[stop])] == source:
+                stop += 1
+            self._get(task, source, entries[start:stop])
+            start = stop
+        return int(refused[0]) if len(refused) else -1
+
+    def _get(self, task: Task, source: int, entries: I64) -> None:
+        namespace, table = task.namespace, self.arena.table
+        nbytes = len(entries) * namespace.extent_bytes
+        load = Load(task, entries, table.generation[entries].copy(), namespace.shards, nbytes)
+        self._loads.add(load)
+        self._loading += nbytes
+        task.loads += 1
+        mover = self._movers[source] if source >= 0 else None
+        if mover is None or not mover.available:  # L1 lost it since it was seen there, or the adapter is gone
+            self._loaded(load, None, [Code.UNAVAILABLE] * len(entries))
+            return
+        job = j.Get(
+            mover.next_id(),
+            task.deadline,
+            namespace.digest,
+            namespace.shards,
+            table.keys[entries].tobytes(),
+            namespace.shard_bytes,
+            namespace.stride,
+            table.offset[entries].tobytes(),
+        )
+        log.debug("get %s/%d: %d chunks", mover.name, job.id, len(entries))
+        mover.submit(
+            job, lambda codes: self._loaded(load, mover, codes), late=lambda: self._give_up(load), nbytes=nbytes
+        )
+
+    def _loaded(self, load: Load, mover: Mover | None, codes: Sequence[int]) -> None:
+        """The mover has answered, or is dead: nobody writes to these extents any more."""
+        self._loads.discard(load)
+        self._loading -= load.nbytes
+        good = np.array(codes, dtype=np.uint8) == Code.OK
+        count = int(good.sum())
+        if mover is not None:
+            mover.totals["chunks_loaded"] += count
+            mover.totals["bytes_loaded"] += load.nbytes // len(good) * count
+        self.counters["l2_chunks_loaded"] += count
+        self.counters["l2_load_failures"] += len(good) - count
+        if count < len(good):
+            failed = self.arena.table.keys[load.entries[~good]].copy()
+            for key in failed:
+                self._note_missed(load.task, key.tobytes())
+        self.arena.commit(load.entries, ALL_SHARDS, good, None)
+        load.task.loads -= 1
+        self._wake()
+        self._retire(load.task)
+
+    def _give_up(self, load: Load) -> None:
+        self.arena.doom(load.entries, load.generations)
+        for key in self.arena.table.keys[load.entries]:
+            self._note_missed(load.task, key.tobytes())
+        self._wake()
+
+    @staticmethod
+    def _note_missed(task: Task, key: bytes) -> None:
+        for waiting in task.interested:
+            waiting.missed.add(key)
+
+    # ---- moving and ending -------------------------------------------------------------------------------------------
+
+    def _move_on(self, task: Task, run: int) -> None:
+        """This window is reserved: its lookups wait for its entries now.  Go on behind it."""
+        self._tasks.pop(task.key, None)
+        task.at += run
+        task.key = (task.namespace.id, task.keys[task.at].tobytes())
+        other = self._tasks.get(task.key)
+        if other is not None:  # somebody is there already, and will find the rest
+            self._end(task, None)
+            return
+        self._tasks[task.key] = task
+        waiters, task.waiters = task.waiters, []
+        task.stage = Stage.QUEUED
+        self._active.discard(task)
+        self._queue.appendleft(task)
+        for waiting in waiters:
+            self._look_again(waiting)
+
+    def _end(self, task: Task, missed: int | None) -> None:
+        """The task is over.  ``missed``: the chunk of its window that could not be had."""
+        if task.stage is Stage.OVER:
+            return
+        if missed is not None and task.at + missed < len(task.keys):
+            key = task.keys[task.at + missed].tobytes()
+            self._note_missed(task, key)
+        if self._tasks.get(task.key) is task:
+            del self._tasks[task.key]
+        task.stage = Stage.OVER
+        waiters, task.waiters = task.waiters, []
+        self._retire(task)
+        for waiting in waiters:
+            self._look_again(waiting)
+
+    def _retire(self, task: Task) -> None:
+        if task.stage is Stage.OVER and not task.loads:
+            self._active.discard(task)
+
+    # ---- for checks and status ---------------------------------------------------------------------------------------
+
+    def hold(self, writing: Counter[int]) -> None:
+        """Add what open loads write, for the integrity check."""
+        for load in self._loads:
+            for entry in load.entries.tolist():
+                writing[entry] += load.shards
+
+    def numbers(self) -> dict[str, int]:
+        return {"prefetches": len(self._active), "prefetches_queued": len(self._queue), "bytes_loading": self._loading}

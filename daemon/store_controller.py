@@ -1,0 +1,293 @@
+"""The store controller: what was sealed in L1 goes to every L2 adapter.
+
+    arena seals ──► fresh ──► a queue per adapter ──► Put jobs, which hold References ──► tier bit of the entry set
+                                ^        │ full: the oldest is shed and counted
+                   rescan ──────┘        ▼
+
+A queue holds no references: an entry that is evicted before its turn is skipped. Only Put jobs hold some, and no
+more than ``cap`` bytes together. Every entry's record says in its ``tiers`` which adapters need not be given it any
+more, so what is still to be done can be found in the entry table at any time: after a restart, after an adapter was
+away, after something was shed, the table is rescanned in small steps while the queue has room.
+
+Policies: ``default`` keeps what is stored in L1; ``skip_l1`` makes L1 a buffer, an entry leaves it once every
+adapter that serves has it and its last reader is done.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvkeep.daemon.movers import Mover
+from kvkeep.daemon.sessions import References
+from kvkeep.l2 import jobs as j
+from kvkeep.l2.jobs import Code
+from kvkeep.shm.arena import Arena
+from kvkeep.shm.layout import CHECKSUM_SHARDS, State
+
+I64 = npt.NDArray[np.int64]
+U32 = npt.NDArray[np.uint32]
+
+PUTS = 4  # open Put jobs per adapter
+PUT_DEADLINE_S = 30.0
+SCAN_STEP = 8192  # records per round: well under a millisecond
+RESCAN_S = 1.0  # at the earliest after the last scan ended, when something was shed
+_NONE: I64 = np.empty(0, dtype=np.int64)
+
+log = logging.getLogger("kvkeep.store")
+
+POLICIES = ("default", "skip_l1")
+
+
+class Part(NamedTuple):
+    """Entries of one namespace, with the generations they had when they were queued."""
+
+    entries: I64
+    generations: U32
+    extent: int
+    namespace: int  # of these entries for as long as they have these generations
+
+    def cut(self, start: int, end: int | None = None) -> Part:
+        return self._replace(entries=self.entries[start:end], generations=self.generations[start:end])
+
+
+@dataclass(eq=False)
+class Queue:
+    """What one adapter is still to be given.  Oldest first."""
+
+    parts: deque[Part] = field(default_factory=deque)
+    nbytes: int = 0
+
+    def push(self, part: Part) -> None:
+        self.parts.append(part)
+        self.nbytes += part.extent * len(part.entries)
+
+    def pop(self, most: int) -> Part:
+        """Up to ``most`` entries of the oldest part."""
+        part = self.parts.popleft()
+        if len(part.entries) > most:
+            self.parts.appendleft(part.cut(most))
+            part = part.cut(0, most)
+        self.nbytes -= part.extent * len(part.entries)
+        return part
+
+    def shed(self, limit: int) -> int:
+        """Drop the oldest until no more than ``limit`` bytes are left.  Returns how many entries went."""
+        dropped = 0
+        while self.nbytes > limit:
+            extent = self.parts[0].extent
+            dropped += len(self.pop(-(-(self.nbytes - limit) // extent)).entries)
+        return dropped
+
+
+@dataclass(eq=False)
+class Feed:
+    """Everything about one adapter."""
+
+    mover: Mover
+    queue: Queue = field(default_factory=Queue)
+    scan_at: int = -1  # record that the scan has come to; -1 = none is under way
+    scan_wanted: bool = True
+    next_scan: float = 0.0
+    was_emptied: bool = False  # whatever the bits say was true of another medium: this scan clears them
+
+
+class StoreController:
+    def __init__(self, arena: Arena, movers: Sequence[Mover], *, policy: str, cap: int) -> None:
+        self.arena = arena
+        self.skip_l1 = policy == "skip_l1"
+        arena.keeps_heads = not self.skip_l1
+        arena.fresh = []
+        self.counters = arena.counters
+        self._cap = cap
+        # In a buffer nothing may be overlooked: what is shed would block L1 until the next scan finds it.
+        self._queue_limit = arena.bytes_total if self.skip_l1 else cap
+        self._feeds = [Feed(mover) for mover in movers]
+        self._every_bit = np.uint32(sum(mover.bit for mover in movers))
+        self._held: dict[int, References] = {}  # by Put: id of the References
+
+    # ---- the loop ----------------------------------------------------------------------------------------------------
+
+    def take_fresh(self, sealed: list[I64]) -> None:
+        """Entries that were sealed since the last round and were not loaded from L2."""
+        for entries in sealed:
+            part = self._part(entries)
+            for feed in self._feeds:
+                if feed.mover.available:
+                    feed.queue.push(part)
+                    self._shed(feed)
+                else:
+                    feed.scan_wanted = True
+
+    def _part(self, entries: I64) -> Part:
+        table = self.arena.table
+        first = entries[0]
+        return Part(entries, table.generation[entries], int(table.extent_bytes[first]), int(table.namespace[first]))
+
+    def step(self, now: float) -> bool:
+        """One bounded piece of work.  True = there is more to do at once."""
+        busy = False
+        for feed in self._feeds:
+            if feed.mover.available:
+                busy |= self._scan(feed, now)
+                self._dispatch(feed, now)
+        return busy
+
+    def next_deadline(self, now: float) -> float | None:
+        waiting = [f.next_scan for f in self._feeds if f.scan_wanted and f.scan_at < 0 and f.mover.available]
+        return min((at for at in waiting if at > now), default=None)
+
+    def serving(self, mover: Mover) -> None:
+        """This adapter serves (again): what it does not have is in the table."""
+        feed = self._feeds[mover.index]
+        feed.scan_wanted, feed.scan_at, feed.next_scan = True, -1, 0.0
+        feed.was_emptied = mover.usage.objects == 0
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is left that could be stored now."""
+        return not self._held and not any(
+            f.mover.available and (f.queue.parts or f.scan_wanted or f.scan_at >= 0) for f in self._feeds
+        )
+
+    @property
+    def queued_bytes(self) -> list[int]:
+        return [feed.queue.nbytes for feed in self._feeds]
+
+    def hold(self, references: Counter[int]) -> None:
+        """Add what open Put jobs hold, for the integrity check."""
+        for held in self._held.values():
+            references.update(held.entries.tolist())
+
+    @property
+    def references(self) -> int:
+        return sum(map(len, self._held.values()))
+
+    # ---- finding what is to be stored --------------------------------------------------------------------------------
+
+    def _shed(self, feed: Feed) -> None:
+        if feed.queue.nbytes > self._queue_limit:
+            dropped = feed.queue.shed(self._queue_limit)
+            feed.mover.totals["stores_shed"] += dropped
+            self.counters["l2_stores_shed"] += dropped
+            feed.scan_wanted = True
+
+    def _scan(self, feed: Feed, now: float) -> bool:
+        """One step through the entry table.  True = more steps are to be made now."""
+        if feed.scan_at < 0:
+            if not feed.scan_wanted or feed.queue.parts or now < feed.next_scan:
+                return False
+            feed.scan_at, feed.scan_wanted = 0, False
+        if feed.queue.nbytes * 2 > self._cap:
+            return False  # goes on when there is room
+        table = self.arena.table
+        part = slice(feed.scan_at, min(feed.scan_at + SCAN_STEP, table.ever_used))
+        if feed.was_emptied:
+            table.tiers[part] &= ~np.uint32(feed.mover.bit)
+        sealed = table.state[part] == State.SEALED
+        tiers = table.tiers[part]
+        missing = part.start + np.flatnonzero(sealed & (tiers & np.uint32(feed.mover.bit) == 0))
+        if self.skip_l1:
+            self._leave(part.start + np.flatnonzero(sealed & (tiers != 0)))
+        # Heads first, as far as a scan in table order can see.
+        missing = missing[np.argsort(table.recency[missing])[::-1]]
+        for namespace in np.unique(table.namespace[missing]):
+            mine = missing[table.namespace[missing] == namespace]
+            feed.queue.push(self._part(mine))
+        self._shed(feed)
+        feed.scan_at += SCAN_STEP
+        if feed.scan_at >= table.ever_used:
+            feed.scan_at, feed.next_scan, feed.was_emptied = -1, now + RESCAN_S, False
+            return False
+        return True
+
+    # ---- Put jobs ----------------------------------------------------------------------------------------------------
+
+    def _dispatch(self, feed: Feed, now: float) -> None:
+        while feed.queue.parts and feed.mover.puts < PUTS:
+            extent = feed.queue.parts[0].extent
+            room = self._cap - sum(f.mover.putting for f in self._feeds)
+            most = min(j.MAX_CHUNKS, max(1, j.MAX_CHUNK_BYTES // extent), room // extent)
+            if most < 1 and self._held:
+                return
+            entries = self._batch(feed, max(1, most))
+            if len(entries):
+                self._put(feed.mover, entries, now)
+
+    def _batch(self, feed: Feed, most: int) -> I64:
+        """Up to ``most`` entries of one namespace that are still there and still wanted."""
+        table, bit = self.arena.table, np.uint32(feed.mover.bit)
+        batch: list[I64] = []
+        count, namespace = 0, -1
+        while feed.queue.parts and count < most:
+            if count and feed.queue.parts[0].namespace != namespace:
+                break
+            part = feed.queue.pop(most - count)
+            entries = part.entries
+            live = (table.state[entries] == State.SEALED) & (table.generation[entries] == part.generations)
+            self.counters["l2_stores_too_late"] += len(live) - int(live.sum())  # it left L1 before its turn
+            entries = entries[live & (table.tiers[entries] & bit == 0)]
+            if len(entries):
+                namespace = part.namespace
+                batch.append(entries)
+                count += len(entries)
+        if not batch:
+            return _NONE
+        together = np.concatenate(batch)
+        distinct = np.unique(together)
+        return together if len(distinct) == len(together) else distinct
+
+    def _put(self, mover: Mover, entries: I64, now: float) -> None:
+        table = self.arena.table
+        namespace = self.arena.namespaces.get(int(table.namespace[entries[0]]))
+        assert namespace is not None  # it has entries
+        held = References(self.arena, entries)
+        shards = namespace.shards
+        sums = b""
+        if shards <= CHECKSUM_SHARDS:
+            sums = np.ascontiguousarray(table.checksums[entries, :shards]).tobytes()
+        job = j.Put(
+            mover.next_id(),
+            now + PUT_DEADLINE_S,
+            namespace.digest,
+            shards,
+            table.keys[entries].tobytes(),
+            namespace.shard_bytes,
+            namespace.stride,
+            table.offset[entries].tobytes(),
+            sums,
+        )
+        self._held[id(held)] = held
+        log.debug("put %s/%d: %d chunks", mover.name, job.id, len(entries))
+        nbytes = len(entries) * namespace.extent_bytes
+        mover.submit(job, lambda codes: self._stored(mover, held, codes, namespace.extent_bytes), nbytes=nbytes)
+
+    def _stored(self, mover: Mover, held: References, codes: Sequence[int], extent: int) -> None:
+        del self._held[id(held)]
+        entries = held.entries
+        good = np.array(codes, dtype=np.uint8) == Code.OK
+        stored = entries[good]
+        self.arena.table.tiers[stored] |= np.uint32(mover.bit)
+        mover.totals["chunks_stored"] += len(stored)
+        mover.totals["bytes_stored"] += len(stored) * extent
+        self.counters["l2_chunks_stored"] += len(stored)
+        self.counters["l2_store_failures"] += len(entries) - len(stored)
+        if set(codes) & {Code.LOST, Code.STOPPING, Code.EXPIRED}:
+            self._feeds[mover.index].scan_wanted = True  # nothing was wrong with these
+        if self.skip_l1:
+            self._leave(stored)
+        held.trim(0)
+
+    def _leave(self, entries: I64) -> None:
+        """Let those go that every serving adapter has."""
+        needed = np.uint32(sum(f.mover.bit for f in self._feeds if f.mover.available)) & self._every_bit
+        tiers = self.arena.table.tiers[entries]
+        entries = entries[(tiers != 0) & (tiers & needed == needed)]
+        if len(entries):
+            self.arena.pass_on(entries, at_once=True)
