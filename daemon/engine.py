@@ -29,7 +29,7 @@ from kvkeep.daemon.sessions import LookupHandle, References, Session, StoreHandl
 from kvkeep.ipc import messages as m
 from kvkeep.ipc.messages import ErrorCode
 from kvkeep.shm.arena import Arena
-from kvkeep.shm.layout import MAX_SHARDS
+from kvkeep.shm.layout import MAX_NAMESPACES, MAX_SHARDS
 from kvkeep.shm.namespaces import Namespace, namespace_digest
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ log = logging.getLogger("kvkeep.engine")
 MAX_HELD_CHUNKS = 1 << 20  # references and reservations one client may hold
 MAX_HANDLES = 65536  # per client
 MAX_WAIT_MS = 60_000
+MAX_NAMESPACES_OF_ONE = MAX_NAMESPACES // 4  # the newest that one client registered; it cannot use up the table
+RECYCLE_LIMIT = 16384  # entries that one REGISTER may drop to get an id
 _EMPTY = np.empty(0, dtype=np.int64)
 _NO_KEYS = np.empty((0, 4), dtype=np.uint64)
 
@@ -190,7 +192,9 @@ class Engine:
                 )
             namespace = table.add(self._free_namespace_id(), request.manifest, request.shards, request.shard_bytes)
             log.info("new namespace %d %s", namespace.id, namespace.digest.hex()[:16])
-        session.namespaces.add(namespace.id)
+        session.namespaces[namespace.id] = None
+        if len(session.namespaces) > MAX_NAMESPACES_OF_ONE:  # an engine leaves one behind with each reset of its cache
+            del session.namespaces[next(iter(session.namespaces))]
         return m.Registered(self.epoch, namespace.id, namespace.digest, namespace.stride)
 
     def _free_namespace_id(self) -> int:
@@ -199,10 +203,13 @@ class Engine:
         if free:
             return free
         wanted = set().union(*(s.namespaces for s in self.sessions.values()))
-        for namespace in table:
-            if not self.arena.entries_of[namespace.id] and namespace.id not in wanted:
-                self.arena.remove_namespace(namespace)
-                return int(namespace.id)
+        unused = [namespace for namespace in table if namespace.id not in wanted]
+        if unused:
+            least = min(unused, key=lambda namespace: self.arena.entries_of[namespace.id])
+            self.arena.drop_namespace(least, RECYCLE_LIMIT)
+            if not self.arena.entries_of[least.id]:
+                self.arena.remove_namespace(least)
+                return int(least.id)
         raise Refusal(
             ErrorCode.LIMIT,
             f"all {len(table)} namespaces have chunks or are registered by attached clients; `kvkeep clear` those that "

@@ -86,7 +86,7 @@ class Session:
     lookups: dict[int, LookupHandle] = field(default_factory=dict)
     stores: dict[int, StoreHandle] = field(default_factory=dict)
     reading: Counter[tuple[int, int]] = field(default_factory=Counter)  # (lookup handle, shard)
-    namespaces: set[int] = field(default_factory=set)  # registered by this client
+    namespaces: dict[int, None] = field(default_factory=dict)  # registered by this client, oldest first
     last_seen: float = field(default_factory=time.monotonic)
     held_chunks: int = 0  # over all handles, and hashes of parked lookups: bounded, see engine.MAX_HELD_CHUNKS
 

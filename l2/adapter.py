@@ -1,7 +1,7 @@
 """What an L2 adapter is: a small class that keeps shards of chunks on one medium.
 
 An adapter lives in a mover process and is called from several of its threads at once, so it is thread-safe.  Calls
-block and work on batches; payloads are views of the arena, and go to and from the medium without a copy where it allows.
+block and work on batches; payloads are views of the arena, and go to and from the medium without a copy where it can.
 Deadlines, retries, back-pressure and the circuit breaker are the mover's; an adapter reports what happened, one Result
 per item, and never raises for what the medium did.
 

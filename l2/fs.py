@@ -31,7 +31,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
 from kvkeep.l2.adapter import MISS, OK, Adapter, AdapterError, Key, Listing, Outcome, Result, Usage
@@ -234,10 +234,13 @@ class FsAdapter(Adapter):
             assert self._pool is not None
             helpers = min(self._io_threads, count) - 1 if spread else 0
             waiting = [self._pool.submit(run) for _ in range(helpers)]
-            run()
-            for helper in waiting:
-                if not helper.cancel():
-                    helper.result()
+            try:
+                run()
+            finally:  # whatever happened: nobody may still be at the caller's memory when this returns
+                left = [helper for helper in waiting if not helper.cancel()]
+                wait(left)
+            for helper in left:
+                helper.result()
             return results
         finally:
             with self._state:

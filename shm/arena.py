@@ -159,6 +159,12 @@ class Arena:
         self.table.references[self.table.used()] = 0
         self.references_dropped()
 
+    def drop_namespace(self, namespace: Namespace, limit: int) -> int:
+        """Drop up to ``limit`` of its entries that nobody uses, tails first.  O(capacity).  Returns how many went."""
+        table = self.table
+        entries = np.flatnonzero((table.namespace == namespace.id) & (table.state == State.SEALED))
+        return self.drop(entries[np.argsort(table.recency[entries])][:limit])
+
     def remove_namespace(self, namespace: Namespace) -> None:
         """A namespace without entries goes, and its size class with it if it was the last of that size."""
         self.namespaces.remove(namespace)

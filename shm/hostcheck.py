@@ -138,7 +138,7 @@ def _shm(need: Need, held: int, host: Host) -> Iterator[Finding]:
             f"{_fix(free + held, need)}",
         )
         return
-    kept = f", {gib(held)} of that left by an earlier daemon" if held else ""
+    kept = f", {gib(held)} of that in the arena of this name already" if held else ""
     yield Finding(OK, "shm", f"{path} has room: {gib(free + held)} for {gib(need.total)}{kept}")
 
 

@@ -33,6 +33,7 @@ from kvkeep.shm.layout import (
     LEASE_OFFSET,
     MAGIC,
     NAMESPACE_OFFSET,
+    PAGE,
     SLAB,
     SLAB_OFFSET,
     STATS_OFFSET,
@@ -44,6 +45,7 @@ from kvkeep.shm.records import word_sums
 U8 = npt.NDArray[np.uint8]
 
 RESERVE_STEP = 32 << 20
+RESERVE_LEAST = 1 << 20
 _SUMMED = SUPERBLOCK.fields["checksum"][1]  # type: ignore[index]
 
 
@@ -283,6 +285,7 @@ class Reserver(threading.Thread):
         self.done = False
         self.eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._fd, self._bytes, self._prepare = data_fd, data_bytes, prepare
+        self._step = RESERVE_STEP
         self._halt = threading.Event()
 
     def run(self) -> None:
@@ -294,7 +297,7 @@ class Reserver(threading.Thread):
     def step(self) -> bool:
         """Reserve one more piece.  False = that was the last, or it failed."""
         at = self.ready
-        size = min(RESERVE_STEP, self._bytes - at)
+        size = min(self._step, self._bytes - at)
         if size <= 0 or self.failed:
             return False
         try:
@@ -302,6 +305,9 @@ class Reserver(threading.Thread):
             if self._prepare:
                 self._prepare(at, size)
         except OSError as e:
+            if e.errno == errno.ENOSPC and size > RESERVE_LEAST:
+                self._step = max(RESERVE_LEAST, size // 2 // PAGE * PAGE)  # take what there is
+                return self.step()
             what = "no space left in /dev/shm" if e.errno == errno.ENOSPC else e.strerror
             self.failed = (
                 f"only {at} of {self._bytes} bytes of L1 could be reserved: {what}; "

@@ -33,8 +33,11 @@ class Daemon:
 
     def start(self, *more: str, wait: bool = True) -> Daemon:
         command = [sys.executable, "-m", "kvkeep.daemon.main", "--name", self.name, "--run-dir", str(self.run_dir)]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("KVKEEP_")}
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen([*command, *self.flags, *more], stdout=log, stderr=log, cwd="/")
+            self.process = subprocess.Popen(
+                [*command, *self.flags, *more], stdout=log, stderr=log, cwd="/", env=environment
+            )
         if wait:
             self.wait_ready()
         return self

@@ -205,6 +205,15 @@ def test_namespaces_that_nobody_uses_make_room_for_new_ones(attach: Callable[...
     assert len(client.stats()["namespaces"]) <= 256
 
 
+def test_an_engine_may_reset_its_cache_any_number_of_times(attach: Callable[..., Client]) -> None:
+    client = attach()
+    for generation in range(600):
+        ns = client.register({"model": "m", "generation": generation}, shard_bytes=SHARD)
+        assert client.store(ns, hashes(generation, 2), content(generation, 2)).stored == 2
+    assert client.lookup(ns, hashes(599, 2), readers=0).ready == 2
+    assert client.check()["ok"]
+
+
 def test_listing_pages_through_everything_once(attach: Callable[..., Client]) -> None:
     client = attach()
     ns = client.register({"model": "m"}, shard_bytes=SHARD)

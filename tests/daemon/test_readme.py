@@ -36,12 +36,13 @@ def test_the_python_example_runs_against_a_daemon():
 
 def test_every_flag_and_file_that_the_documents_name_exists():
     flags = {option.flag for option in OPTIONS} | {"--config", "--print-config", "--help", "--json", "--diff", "--yes"}
+    benchmarks = {"--quick", "--only", "--seed"}
     foreign = {"--kv-transfer-config", "--shm-size", "--now", "--create"}
     for document in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         if document.name == "vllm.md":
             continue
         text = document.read_text()
-        assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text)) <= flags | foreign, document
+        assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text)) <= flags | benchmarks | foreign, document
         for path in re.findall(r"`((?:docs|tests|systemd|shm|ipc|daemon)/[\w./-]+\.\w+)`", text):
             assert (ROOT / path).exists(), f"{document.name} names {path}"
 

@@ -128,6 +128,7 @@ def test_memory_that_runs_out_while_reserving_leaves_what_is_ready_usable(
 ) -> None:
     arena = open_segments(name, GEOMETRY)
     monkeypatch.setattr(segments, "RESERVE_STEP", 1 << 18)
+    monkeypatch.setattr(segments, "RESERVE_LEAST", 1 << 18)
     real = os.posix_fallocate
 
     def limited(fd: int, at: int, size: int) -> None:
