@@ -191,7 +191,12 @@ class Engine:
                     "raise --l1-size-gb or use smaller chunks",
                 )
             namespace = table.add(self._free_namespace_id(), request.manifest, request.shards, request.shard_bytes)
-            log.info("new namespace %d %s", namespace.id, namespace.digest.hex()[:16])
+            log.log(
+                logging.INFO if len(table) < MAX_NAMESPACES_OF_ONE else logging.DEBUG,
+                "new namespace %d %s",
+                namespace.id,
+                namespace.digest.hex()[:16],
+            )
         session.namespaces[namespace.id] = None
         if len(session.namespaces) > MAX_NAMESPACES_OF_ONE:  # an engine leaves one behind with each reset of its cache
             del session.namespaces[next(iter(session.namespaces))]

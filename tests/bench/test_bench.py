@@ -10,7 +10,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,13 @@ CASES = {
     "restart": {"cold/64MiB", "warm/1k"},
     "footprint": {"rss_mb", "bytes_per_entry", "idle_cpu_percent", "start_seconds"},
 }
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """A short one: a socket's path has room for 107 bytes, and pytest's own folders use up most of them."""
+    with tempfile.TemporaryDirectory(prefix="kvb-", dir="/tmp") as folder:
+        yield Path(folder)
 
 
 def start(tmp_path: Path, *words: str) -> subprocess.Popen[str]:
