@@ -204,7 +204,8 @@ def test_what_was_reserved_and_not_committed_is_a_miss_after_a_kill_and_its_comm
             assert reservation.write(i, content(packed[i * 32 : i * 32 + 32], SIZE))
         daemon.kill()
         eventually(lambda: not kv.attached)
-        assert not reservation.write(0, np.zeros(SIZE, np.uint8))  # an extent of the old epoch is not ours any more
+        # Not ours any more, once the client's thread has ended the old epoch; until then it is nobody else's either.
+        eventually(lambda: not reservation.write(0, np.zeros(SIZE, np.uint8)))
         daemon.start()
         eventually(lambda: kv.attached)
         assert {o.name for o in reservation.commit()} == {"LOST"}
