@@ -40,6 +40,7 @@ class Door:
         )
         self.stop = os.eventfd(0)
         self.drops: list[int] = []
+        self.stopping = False
         self.rounds = 0
         self.thread = threading.Thread(target=self.run)
         self.thread.start()
@@ -65,9 +66,10 @@ class Door:
             self.rounds += 1
             if self.stop in ready:
                 os.eventfd_read(self.stop)
-                if not self.drops:
+                while self.drops:  # one read may stand for several writes
+                    self.listener.drop(self.drops.pop())
+                if self.stopping:
                     return
-                self.listener.drop(self.drops.pop())
             self.listener.service()
             self.listener.expire(time.monotonic())
 
@@ -82,6 +84,7 @@ class Door:
         eventually(lambda: self.rounds > before and not self.drops)
 
     def close(self) -> None:
+        self.stopping = True
         os.eventfd_write(self.stop, 1)
         self.thread.join()
         self.listener.close()
