@@ -128,7 +128,7 @@ def test_in_a_buffer_a_tail_may_be_stored_whose_head_has_left() -> None:
 
 
 def test_what_was_sealed_is_listed_once_somebody_listens(seed: int) -> None:
-    arena = Memory().arena()
+    arena = Memory(units=64).arena()  # nothing is evicted: a record that is used again would be listed again
     ns, rng = namespace(arena, 2), random.Random(seed)
     arena.fresh = []
     for i in range(40):
