@@ -16,10 +16,6 @@ ARGS      ?=
 SOURCES := pyproject.toml $(shell find shm ipc daemon bench $(wildcard l2) -name '*.py' -o -name '*.html' -o -name py.typed)
 PIP     := -m pip install --quiet --disable-pip-version-check --no-input
 PYTEST  := -m pytest -m "not soak"
-
-# In CI only: what failed among others on a busy machine runs once more, alone.  A failure that stays fails the run, and
-# one that does not stays in the log.  $(1) is the interpreter, $(2) the tests.
-AGAIN    = $(if $(CI),|| { test $$? = 1 && echo "== what failed runs once more alone ==" && $(1) $(PYTEST) --last-failed $(2); })
 TYPED   := -p kvkeep.shm -p kvkeep.l2 -p kvkeep.ipc -p kvkeep.daemon -p kvkeep.bench
 
 .DELETE_ON_ERROR:
@@ -40,10 +36,10 @@ run: $(VENV)/.installed
 test: test-main test-vllm
 
 test-main: $(VENV)/.dev
-	$(VENV)/bin/python $(PYTEST) -n $(JOBS) --ignore=tests/vllm $(ARGS) $(call AGAIN,$(VENV)/bin/python,--ignore=tests/vllm)
+	$(VENV)/bin/python $(PYTEST) -n $(JOBS) --ignore=tests/vllm $(ARGS)
 
 test-vllm: $(VLLM_VENV)/.installed
-	$(VLLM_VENV)/bin/python $(PYTEST) tests/vllm tests/ipc/test_client.py -k "vllm or torch" $(ARGS) $(call AGAIN,$(VLLM_VENV)/bin/python,tests/vllm tests/ipc/test_client.py -k "vllm or torch")
+	$(VLLM_VENV)/bin/python $(PYTEST) tests/vllm tests/ipc/test_client.py -k "vllm or torch" $(ARGS)
 
 soak: $(VENV)/.dev $(VLLM_VENV)/.installed
 	$(VENV)/bin/python -m pytest -m soak --ignore=tests/vllm $(ARGS)
