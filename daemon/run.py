@@ -18,6 +18,7 @@ import time
 
 from kvkeep.daemon.config import Config
 from kvkeep.daemon.control import Control, geometry_of
+from kvkeep.daemon.latency import ask_for_short_slices
 from kvkeep.daemon.supervise import Child
 from kvkeep.shm.segments import InUse, SegmentError, open_segments
 
@@ -60,6 +61,7 @@ def run(config: Config) -> int:
         log.warning("the arena of an earlier start was dropped: %s", segments.why)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(os.path.join(config.run_dir, "http.url"))  # of an earlier run
+    ask_for_short_slices()
     control = Control(config, segments, _version())
     if segments.fully_reserved and not (config.l1_mlock or config.l1_use_hugepages):
         control.memory_is_ready()

@@ -34,6 +34,7 @@ from kvkeep.ipc.client_lookup import Lookup, PendingLookup, Reading, open_readin
 from kvkeep.ipc.client_rpc import Attachment
 from kvkeep.ipc.client_session import Session
 from kvkeep.ipc.client_store import Reservation, Stored, StoreResult, outcomes, reservation_of
+from kvkeep.ipc.copying import DEFAULT_THREADS
 from kvkeep.ipc.errors import AttachRefused, Denied, ProtocolError, Unavailable
 from kvkeep.ipc.keys import Manifest, canonical
 from kvkeep.ipc.messages import HASH_BYTES, MAX_CHUNKS
@@ -64,14 +65,18 @@ class Client:
         wait: bool = True,
         checksums: bool = False,
         arena: bool = True,
+        copy_threads: int = DEFAULT_THREADS,
     ) -> Client:
         """Attach to the daemon at ``run_dir`` (default: see rundir.py); ``name`` is what `kvkeep status` calls us.
 
         ``wait=False`` returns at once and attaches in the background; until then everything is a miss.  With ``wait``
         raises Unavailable, or AttachRefused with the daemon's sentence.  ``checksums`` adds an xxh3 of every stored
         shard and verifies it when loading.  ``arena=False`` is for management: no memory is mapped.
+        ``copy_threads``: how many threads a `store` or `retrieve` of 16 MiB and more may copy with.
         """
-        session = Session(Options(run_dir, name, arena))
+        if copy_threads < 1:
+            raise ValueError(f"copy_threads is {copy_threads}; the caller's own thread is the first, so at least 1")
+        session = Session(Options(run_dir, name, arena, copy_threads))
         session.start()
         client = cls(session, checksums=checksums)
         if wait and not session.wait_attached(deadline_s):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from kvkeep.ipc.attach_client import connect
 from kvkeep.ipc.client_arena import Arena, ArenaError
 from kvkeep.ipc.client_rpc import Attachment
+from kvkeep.ipc.copying import DEFAULT_THREADS
 from kvkeep.ipc.messages import SUPPORTED_VERSIONS, Hello
 from kvkeep.ipc.rundir import find_run_dir
 from kvkeep.shm.layout import ABI_VERSION
@@ -20,6 +21,7 @@ class Options:
     run_dir: str | os.PathLike[str] | None
     name: str
     arena: bool
+    copy_threads: int = DEFAULT_THREADS
 
 
 def attach_path(options: Options) -> str:

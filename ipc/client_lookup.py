@@ -25,6 +25,7 @@ from kvkeep.ipc import messages as m
 from kvkeep.ipc.buffers import Buffer, Bytes, as_bytes
 from kvkeep.ipc.client_arena import U32, U64, Arena
 from kvkeep.ipc.client_rpc import MAX_DEADLINE_S, Attachment, Channel
+from kvkeep.ipc.copying import copy_all
 
 if TYPE_CHECKING:
     from kvkeep.ipc.client_session import Session
@@ -249,7 +250,8 @@ class Reading:
         with self._arena.guard.copying() as allowed:
             if not allowed or self._confirmed:
                 return False
-            np.copyto(flat, self._arena.data[self._offsets[i] : self._offsets[i] + self.length])
+            source = self._arena.data[self._offsets[i] : self._offsets[i] + self.length]
+            copy_all([(flat, source)], self._session.options.copy_threads)
         return self._good(i, flat)
 
     def read_all(self, targets: list[Bytes]) -> list[bool]:
@@ -258,8 +260,8 @@ class Reading:
         with self._arena.guard.copying() as allowed:
             if not allowed or self._confirmed:
                 return [False] * count
-            for offset, target in zip(self._offsets, targets, strict=False):
-                np.copyto(target, data[offset : offset + length])
+            pairs = [(target, data[at : at + length]) for at, target in zip(self._offsets, targets, strict=False)]
+            copy_all(pairs, self._session.options.copy_threads)
         good = self._arena.valid(self._entries[:count], self._generations[:count]).tolist()
         if self._verify:
             good = [ok and self._sum_fits(i, target) for i, (ok, target) in enumerate(zip(good, targets, strict=True))]

@@ -23,6 +23,7 @@ from kvkeep.ipc import messages as m
 from kvkeep.ipc.buffers import Buffer, Bytes, as_bytes
 from kvkeep.ipc.client_arena import Arena
 from kvkeep.ipc.client_rpc import Attachment
+from kvkeep.ipc.copying import copy_all
 from kvkeep.ipc.messages import Outcome, Verdict
 
 if TYPE_CHECKING:
@@ -145,10 +146,9 @@ class Reservation:
         with self.copying() as allowed:
             if not allowed or arena is None:
                 return False
-            data = arena.data
-            for i, source in enumerate(sources, first):
-                offset = self._offsets[i]
-                np.copyto(data[offset : offset + length], source)
+            offsets = self._offsets[first : first + len(sources)]
+            pairs = [(arena.data[at : at + length], source) for at, source in zip(offsets, sources, strict=True)]
+            copy_all(pairs, self._session.options.copy_threads)
         return True
 
     def commit(self, ok: Sequence[bool] | None = None, *, deadline_s: float = COMMIT_DEADLINE_S) -> list[Outcome]:

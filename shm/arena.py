@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvkeep.shm.heads import Heads
-from kvkeep.shm.index import Index
+from kvkeep.shm.index import Found, Index, Place
 from kvkeep.shm.layout import State
 from kvkeep.shm.namespaces import Namespace, NamespaceTable
 from kvkeep.shm.policies import POLICIES, Order
@@ -43,6 +43,8 @@ DEMAND_LIMIT = 4096  # entries one reservation may evict from other size classes
 ALL_SHARDS = -1  # a mover that loads a chunk writes all its shards
 _STATE_WORD = 18  # of a record: state (low half), references (high half)
 _LOW = np.uint64(0xFFFFFFFF)
+_SEALED_WORD = np.uint64(State.SEALED)
+_EMPTY = np.empty(0, dtype=np.int64)
 
 # STORE verdicts, as in ipc.messages.Verdict (shm does not import ipc)
 GRANTED, PRESENT, BUSY, FULL, ORPHAN = range(5)
@@ -182,6 +184,9 @@ class Arena:
         found = self.index.find(keys, namespace.id)
         entries = found.entries
         absent = entries < 0
+        resident = n - int(np.count_nonzero(absent))
+        if (start <= resident or not self.keeps_heads) and self._is_new_tail(found, absent, resident):
+            return self._reserve_tail(namespace, keys, start, shard, found, resident)
         verdicts = np.zeros(n - start, dtype=np.uint8)
         if absent[:start].any() and self.keeps_heads:
             verdicts[:] = ORPHAN
@@ -197,15 +202,14 @@ class Arena:
             after = np.arange(n) > int(dying.argmax())
             verdicts[(absent & after)[start:]] = BUSY
             wanted = np.flatnonzero((absent & ~after)[start:])
-        made = self._make(namespace, keys[start:], wanted, entries, start, shard)
+        made = self._make(namespace, keys[start:], wanted, entries, start, shard, found.place.part(slice(start, None)))
         if len(made) < len(wanted):
             first_refused = int(wanted[len(made)])
             verdicts[first_refused:][absent[start:][first_refused:]] = FULL
             self.counters["stores_refused_full"] += len(wanted) - len(made)
         granted_at = np.concatenate((writing[joined], wanted[: len(made)])) if len(joined) else wanted[: len(made)]
         entries[start:][wanted[: len(made)]] = made
-        resident = entries[entries >= 0]
-        self.touch(namespace, resident, read=False)
+        self.touch(namespace, entries[entries >= 0], read=False)
         granted_at = np.sort(granted_at)
         verdicts[granted_at] = GRANTED
         granted = entries[start:][granted_at]
@@ -215,6 +219,31 @@ class Arena:
         if self._any_passing and self.keeps_heads and shard != ALL_SHARDS and len(granted):
             self._passing[chain] = False  # something hangs on them now: they stay as long as their tail may
         return Grant(verdicts, granted, chain, -1)
+
+    def _is_new_tail(self, found: Found, absent: npt.NDArray[np.bool_], resident: int) -> bool:
+        """A sealed prefix, and nothing of the chain after it: what most stores find."""
+        return bool(absent[resident:].all()) and bool(
+            (found.records[:resident, _STATE_WORD] & _LOW == _SEALED_WORD).all()
+        )
+
+    def _reserve_tail(
+        self, namespace: Namespace, keys: U64, start: int, shard: int, found: Found, resident: int
+    ) -> Grant:
+        """`reserve` for a chain of which the first ``resident`` chunks are sealed and the others are not there."""
+        present = max(0, resident - start)
+        wanted = np.arange(present, len(keys) - start)
+        place = found.place.part(slice(start, None))
+        made = self._make(namespace, keys[start:], wanted, found.entries, start, shard, place)
+        verdicts = np.zeros(len(keys) - start, dtype=np.uint8)  # GRANTED
+        verdicts[:present] = PRESENT
+        if len(made) < len(wanted):
+            verdicts[present + len(made) :] = FULL
+            self.counters["stores_refused_full"] += len(wanted) - len(made)
+        chain = found.entries[:resident]
+        self.touch(namespace, np.concatenate((chain, made)) if resident else made, read=False)
+        if self._any_passing and self.keeps_heads and shard != ALL_SHARDS and len(made):
+            self._passing[chain] = False  # as above
+        return Grant(verdicts, made, chain, -1)
 
     def _join(self, entries: I64, shard: int, shards: int, verdicts: U8, at: I64) -> I64:
         """Another rank started these chunks: take this shard of them where it is free.  Positions within ``at``."""
@@ -232,19 +261,24 @@ class Arena:
         self._taken[entries[free]] |= bit
         return np.flatnonzero(free)
 
-    def _make(self, namespace: Namespace, keys: U64, wanted: I64, entries: I64, start: int, shard: int) -> I64:
-        """New RESERVED entries for the first so many of ``wanted``, hung on their heads."""
+    def _make(
+        self, namespace: Namespace, keys: U64, wanted: I64, entries: I64, start: int, shard: int, place: Place
+    ) -> I64:
+        """New RESERVED entries for the first so many of ``wanted``, hung on their heads.  ``wanted`` (ascending) and
+        ``place`` count from ``start`` on, as ``keys`` does; ``entries`` are those of the whole chain."""
         if not len(wanted):
             return wanted
         extent = namespace.extent_bytes
         cls = self.slabs.size_class(extent)
         held = entries[entries >= 0]
-        self.acquire(held)  # what makes room must not take this chain's own head
+        if len(held):
+            self.acquire(held)  # what makes room must not take this chain's own head
         try:
             offsets = self._take(cls, len(wanted))
         finally:
-            self.table.references[held] -= np.uint32(1)
-            self._order(extent).released()
+            if len(held):
+                self.table.references[held] -= np.uint32(1)
+                self._order(extent).released()
         if not len(offsets):
             return wanted[:0]
         wanted = wanted[: len(offsets)]
@@ -257,13 +291,14 @@ class Arena:
             shard_bytes=namespace.shard_bytes,
             shards=namespace.shards,
         )
-        self.index.insert(new_keys, namespace.id, made)
+        self.index.insert(new_keys, namespace.id, made, place.part(wanted))
         self._taken[made] = _bits(shard, namespace.shards)
         self._doomed[made] = False
         self.entries_of[namespace.id] += len(made)
         self.bytes_reserved += extent * len(made)
         climb = HEADS_CLIMB
-        breaks = np.flatnonzero(wanted[1:] - wanted[:-1] != 1) + 1
+        in_one_run = int(wanted[-1]) - int(wanted[0]) == len(wanted) - 1
+        breaks = _EMPTY if in_one_run else np.flatnonzero(wanted[1:] - wanted[:-1] != 1) + 1
         for first, end in itertools.pairwise((0, *breaks.tolist(), len(made))):
             position = start + int(wanted[first])
             head = int(entries[position - 1]) if position else -1

@@ -29,19 +29,27 @@ _LOW = np.uint64(0xFFFFFFFF)
 _HIGH = np.uint64(0xFFFFFFFF00000000)
 _TAG_ONE = np.uint64(1 << 32)
 _32 = np.uint64(32)
-_MIX = np.uint64(0xD6E8FEB86659FD93)
+_MIX_INT = 0xD6E8FEB86659FD93
+_MIX = np.uint64(_MIX_INT)
+_ALL = (1 << 64) - 1
 _SPREAD = np.uint64(0x9E3779B1)
+
+
+class Place(NamedTuple):
+    """Where keys belong; computed once for a search and the insertion that follows it."""
+
+    tag: U64
+    first: I64
+    second: I64
+
+    def part(self, which: I64 | slice) -> Place:
+        return Place(self.tag[which], self.first[which], self.second[which])
 
 
 class Found(NamedTuple):
     entries: I64  # (n,) entry per key, -1 = not there
     records: U64  # (n, words) copies of the entry records; rows of missing keys are meaningless
-
-
-class _Place(NamedTuple):
-    tag: U64
-    first: I64
-    second: I64
+    place: Place
 
 
 class Index:
@@ -58,9 +66,9 @@ class Index:
         self._overflow: dict[tuple[bytes, int], int] = {}
         self.count = 0
 
-    def _place(self, keys: U64, namespace: U64 | int) -> _Place:
+    def _place(self, keys: U64, namespace: U64 | int) -> Place:
         h = keys @ self._constants
-        h += np.asarray(namespace, dtype=np.uint64) * _MIX
+        h += np.uint64(namespace * _MIX_INT & _ALL) if isinstance(namespace, int) else namespace * _MIX
         h ^= h >> _32
         h *= _MIX
         h ^= h >> np.uint64(29)
@@ -68,7 +76,7 @@ class Index:
         tag = h & _HIGH
         tag |= _TAG_ONE
         second = first ^ (((tag >> _32) * _SPREAD) & self._mask)
-        return _Place(tag, first.view(np.int64), second.view(np.int64))
+        return Place(tag, first.view(np.int64), second.view(np.int64))
 
     def find(self, keys: U64, namespace: int) -> Found:
         """Entries of ``keys`` (n, 4) in ``namespace``."""
@@ -101,9 +109,9 @@ class Index:
             for i in np.flatnonzero(wrong):
                 entries[i] = self._find_one(keys[i], namespace, place, int(i))
             records = self._records[entries]
-        return Found(entries, records)
+        return Found(entries, records, place)
 
-    def _find_one(self, key: U64, namespace: int, place: _Place, i: int) -> int:
+    def _find_one(self, key: U64, namespace: int, place: Place, i: int) -> int:
         """The slow path: every slot of both buckets whose tag matches (two keys can share a tag), then the overflow."""
         for bucket in (place.first[i], place.second[i]):
             for slot in self._slots[bucket]:
@@ -114,9 +122,10 @@ class Index:
                         return entry
         return self._overflow.get((key.tobytes(), namespace), -1)
 
-    def insert(self, keys: U64, namespace: U64 | int, entries: I64) -> None:
-        """Add keys that are not there.  ``namespace`` is one id, or one per key."""
-        place = self._place(keys, namespace)
+    def insert(self, keys: U64, namespace: U64 | int, entries: I64, place: Place | None = None) -> None:
+        """Add keys that are not there.  ``namespace`` is one id, or one per key; ``place`` as `find` returned it."""
+        if place is None:
+            place = self._place(keys, namespace)
         values = place.tag | (entries.astype(np.uint64) + np.uint64(1))
         todo = np.arange(len(keys))
         for buckets in (place.first, place.second):

@@ -45,7 +45,7 @@ class Slab:
     count: int
     fresh: int = 0  # extents handed out at least once
     freed: int = 0  # height of the stack
-    stack: npt.NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, dtype=np.uint32))
+    stack: npt.NDArray[np.uint32] | None = None  # made when something is returned
 
     @property
     def used(self) -> int:
@@ -58,16 +58,17 @@ class Slab:
     def take(self, n: int) -> I64:
         """Offsets of up to ``n`` extents."""
         from_stack = min(n, self.freed)
-        self.freed -= from_stack
-        numbers = self.stack[self.freed : self.freed + from_stack].astype(np.int64)
         more = min(n - from_stack, self.count - self.fresh)
-        if more:
-            numbers = np.concatenate((numbers, np.arange(self.fresh, self.fresh + more)))
-            self.fresh += more
+        numbers = np.arange(self.fresh, self.fresh + more)
+        self.fresh += more
+        if from_stack and self.stack is not None:
+            self.freed -= from_stack
+            returned = self.stack[self.freed : self.freed + from_stack].astype(np.int64)
+            numbers = np.concatenate((returned, numbers)) if more else returned
         return self.start + numbers * self.extent
 
     def give(self, offsets: I64) -> None:
-        if len(self.stack) == 0:
+        if self.stack is None:
             self.stack = np.empty(self.count, dtype=np.uint32)
         self.stack[self.freed : self.freed + len(offsets)] = (offsets - self.start) // self.extent
         self.freed += len(offsets)
@@ -95,6 +96,7 @@ class Slabs:
         self.units = data_bytes // slab_bytes
         self.classes: dict[int, SizeClass] = {}
         self._table = table  # of the meta segment, dtype layout.SLAB
+        self._run_units, self._run_extent = table["units"], table["extent_bytes"]
         self._free = np.zeros(self.units, dtype=bool)
         self._owner: list[Slab | None] = [None] * self.units
         self._ready = 0  # units
@@ -156,6 +158,8 @@ class Slabs:
 
     def take(self, cls: SizeClass, n: int) -> I64:
         """Offsets of up to ``n`` extents from the class's slabs and, while there are free units, new slabs."""
+        if cls.per_slab == 1 == cls.units and not cls.partial:
+            return self._take_units(cls, n)
         parts: list[I64] = []
         while n > 0 and (cls.partial or self.grow(cls)):
             slab = next(reversed(cls.partial))
@@ -168,6 +172,19 @@ class Slabs:
         if len(parts) == 1:
             return parts[0]
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+    def _take_units(self, cls: SizeClass, n: int) -> I64:
+        """`take` where a unit is a slab is an extent: many at once."""
+        units = np.flatnonzero(self._free)[:n]
+        for unit in units.tolist():
+            slab = Slab(unit, 1, unit * self.slab_bytes, cls.extent, 1, fresh=1)
+            self._owner[unit] = slab
+            cls.slabs.add(slab)
+        self._free[units] = False
+        self._run_units[units] = 1
+        self._run_extent[units] = cls.extent
+        cls.used += len(units)
+        return units * self.slab_bytes
 
     def give(self, offsets: I64) -> None:
         """Take back extents that `take` handed out.  A slab that becomes empty goes back to the pool."""
@@ -187,11 +204,12 @@ class Slabs:
         if slab is None:
             raise AssertionError(f"slabs: extent at {int(offsets[0])} is in no slab")
         cls = self.classes[slab.extent]
-        slab.give(offsets)
         cls.used -= len(offsets)
-        cls.partial.setdefault(slab)
-        if not slab.used:
+        if slab.used == len(offsets):
             self._retire(cls, slab)
+            return
+        slab.give(offsets)
+        cls.partial.setdefault(slab)
 
     def grow(self, cls: SizeClass) -> bool:
         """Make one more slab for the class out of free units; False if there is no run of them."""
@@ -213,14 +231,14 @@ class Slabs:
         slab = Slab(unit, cls.units, unit * self.slab_bytes, cls.extent, cls.per_slab)
         self._free[unit : unit + cls.units] = False
         self._owner[unit : unit + cls.units] = [slab] * cls.units
-        self._table[unit]["units"] = cls.units
-        self._table[unit]["extent_bytes"] = cls.extent
+        self._run_units[unit] = cls.units
+        self._run_extent[unit] = cls.extent
         cls.slabs.add(slab)
         cls.partial[slab] = None
         return slab
 
     def _retire(self, cls: SizeClass, slab: Slab) -> None:
-        self._table[slab.first_unit]["extent_bytes"] = 0
+        self._run_extent[slab.first_unit] = 0
         cls.slabs.discard(slab)
         cls.partial.pop(slab, None)
         self._owner[slab.first_unit : slab.first_unit + slab.units] = [None] * slab.units

@@ -81,7 +81,7 @@ def test_adopted_runs_and_extents_equal_the_original(seed: int) -> None:
     slabs = make()
     held: dict[int, int] = {}
     for _ in range(60):
-        extent = rng.choice([4096, 12288, 4096 * 23])
+        extent = rng.choice([4096, 12288, 65536, 4096 * 23])
         held.update(dict.fromkeys(slabs.take(slabs.size_class(extent), rng.randint(1, 20)).tolist(), extent))
         back = rng.sample(sorted(held), len(held) // 3)
         slabs.give(np.array(back, dtype=np.int64))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -14,11 +14,12 @@ class Faults:
 
     def __init__(self, attach: Callable[[Any, str], Any]) -> None:
         self._attach = attach
-        self._random = random.Random(1)
+        self._lock = threading.Lock()  # loads come from several threads
+        self._owed = 0.0  # the share of a fault that has not happened yet
         self.sent: Counter[str] = Counter()
-        self.fail_loads = 0.0  # probability that a read gives wrong bytes and says so
+        self.fail_loads = 0.0  # share of reads that give wrong bytes and say so
         self.lie_about_loads = False  # failed loads say that they are right: nothing protects the engine then
-        self.refuse_loads = 0.0  # probability that a read is not opened
+        self.refuse_loads = 0.0  # share of reads that are not opened
         self.slow_loads_s = 0.0  # before a read is opened
         self.slow_stores_s = 0.0  # between reservation and copy
         self.raise_in = ""  # name of a client call that raises
@@ -31,8 +32,14 @@ class Faults:
         if self.raise_in == call:
             raise RuntimeError(f"injected into {call}")
 
-    def happens(self, probability: float) -> bool:
-        return self._random.random() < probability
+    def happens(self, share: float) -> bool:
+        """Evenly spread, not drawn: a share of 0.01 is every hundredth time, so that a test knows how often it was."""
+        with self._lock:
+            self._owed += share
+            if self._owed < 1 - 1e-9:
+                return False
+            self._owed -= 1
+            return True
 
 
 class _Client:
