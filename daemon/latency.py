@@ -30,4 +30,4 @@ def ask_for_short_slices() -> bool:
     if policy != 0:  # not SCHED_OTHER: an operator's choice, which stays
         return False
     wanted = _ATTR.pack(_ATTR.size, policy, flags, nice, priority, SLICE_NS, 0, 0)
-    return libc.syscall(ctypes.c_long(number), 0, wanted, 0) == 0
+    return bool(libc.syscall(ctypes.c_long(number), 0, wanted, 0) == 0)
