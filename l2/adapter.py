@@ -10,6 +10,10 @@ per item, and never raises for what the medium did.
 `open` proves with a real write and read that the medium works the way it will be used, or raises AdapterError with one
 sentence.  An object is visible to `lookup` and `load` only after its `store` said OK.  An object that does not verify
 is a miss, is removed, and is counted.
+
+Payloads may be *encoded* (see serde.py): the bytes that are kept are then others than the arena's, and an `Encoding`
+with them says how to get back.  An adapter keeps it with the object (in the record header), never interprets it, and
+never gives encoded bytes as plain ones: `load` says ENCODED, and `fetch` has the object as it lies there.
 """
 
 from __future__ import annotations
@@ -39,6 +43,7 @@ class Outcome(enum.IntEnum):
     TOO_LARGE = 5  # can never fit
     BUSY = 6  # somebody else is storing this key just now
     UNAVAILABLE = 7  # the medium does not answer; nothing is known about the object
+    ENCODED = 8  # it is there, but its bytes are not the plain ones: `fetch` it
 
 
 class Result(NamedTuple):
@@ -49,6 +54,35 @@ class Result(NamedTuple):
 
 OK = Result(Outcome.OK)
 MISS = Result(Outcome.MISS)
+
+
+class Encoding(NamedTuple):
+    """How a payload came out of the arena's bytes."""
+
+    original_bytes: int  # of the plain payload
+    serdes: tuple[int, ...]  # ids in the order in which they were applied; never empty
+    params: bytes  # theirs; comes back with zeros behind it
+
+
+class Item(NamedTuple):
+    """What is to be stored."""
+
+    key: Key
+    payload: memoryview
+    checksum: int = 0  # xxh3_64 of the payload; 0 = not computed
+    encoding: Encoding | None = None  # None = the payload is plain
+
+
+class Fetched(NamedTuple):
+    """An object as it lies on the medium.  Whatever the result is, there is no more memory behind it than asked for."""
+
+    result: Result
+    payload: memoryview = memoryview(b"")
+    encoding: Encoding | None = None  # None = the payload is plain
+
+    @property
+    def outcome(self) -> Outcome:
+        return self.result.outcome
 
 
 class Usage(NamedTuple):
@@ -71,6 +105,7 @@ class Adapter(abc.ABC):
 
     type_name: str
     counters: Counter[str]
+    keeps_encodings = False  # stores an Item's encoding, and has `fetch`; without it there is no serde on this medium
 
     @abc.abstractmethod
     def open(self) -> None:
@@ -81,14 +116,19 @@ class Adapter(abc.ABC):
         """Present or not, per key.  What cannot be found out is not present."""
 
     @abc.abstractmethod
-    def store(self, items: Sequence[tuple[Key, memoryview, int]]) -> list[Result]:
-        """Keep (key, payload, xxh3_64 of the payload or 0).  Storing a key that is there is OK and writes nothing."""
+    def store(self, items: Sequence[Item]) -> list[Result]:
+        """Storing a key that is there is OK and writes nothing, also if it is there in another encoding."""
 
     @abc.abstractmethod
     def load(self, items: Sequence[tuple[Key, memoryview]]) -> list[Result]:
         """Fill the views, each exactly of the payload's length.  OK means: the exact bytes that were stored.
 
-        After any other outcome the view's content is undefined."""
+        ENCODED for what was stored with an encoding.  After anything but OK the view's content is undefined."""
+
+    def fetch(self, items: Sequence[tuple[Key, int]]) -> list[Fetched]:
+        """(key, the most stored bytes that are wanted): header and stored bytes in fresh memory, key, length and
+        checksum verified, plain or encoded.  MISS for an object that has more bytes; it stays."""
+        return [Fetched(MISS)] * len(items)
 
     @abc.abstractmethod
     def delete(self, keys: Sequence[Key]) -> int:

@@ -21,7 +21,7 @@ import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from kvkeep.l2.adapter import Adapter, AdapterError, Key, Listing, Outcome, Result, Usage
+from kvkeep.l2.adapter import OK, Adapter, AdapterError, Fetched, Item, Key, Listing, Outcome, Result, Usage
 from kvkeep.l2.faults import Fault, Schedule, rules_of
 from kvkeep.l2.options import Options
 from kvkeep.l2.record import payload_checksum
@@ -42,6 +42,7 @@ class FaultInjectAdapter(Adapter):
         self._schedule = Schedule(rules_of(options), options.count("seed", 0), OPERATIONS)
         options.done()
         self.counters: Counter[str] = self.inner.counters
+        self.keeps_encodings = self.inner.keeps_encodings
         self._closing = threading.Event()
 
     def _strikes(self, operation: str) -> Fault | None:
@@ -69,16 +70,17 @@ class FaultInjectAdapter(Adapter):
         struck = [self._strikes("lookup") is not None for _ in keys]
         return [there and not hit for there, hit in zip(self.inner.lookup(keys), struck, strict=True)]
 
-    def store(self, items: Sequence[tuple[Key, memoryview, int]]) -> builtins.list[Result]:
+    def store(self, items: Sequence[Item]) -> builtins.list[Result]:
         results: builtins.list[Result | None] = []
         passed = []
-        for key, payload, checksum in items:
+        for item in items:
             fault = self._strikes("store")
             if fault is not None and fault.kind == "bit_flip":
-                passed.append((key, _flipped(payload, fault), checksum or payload_checksum(payload)))
+                sum_ = item.checksum or payload_checksum(item.payload)
+                passed.append(item._replace(payload=_flipped(item.payload, fault), checksum=sum_))
                 results.append(None)
             elif fault is None:
-                passed.append((key, payload, checksum))
+                passed.append(item)
                 results.append(None)
             elif fault.kind == "ENOSPC":
                 results.append(Result(Outcome.NO_SPACE, errno.ENOSPC, "injected ENOSPC"))
@@ -106,6 +108,23 @@ class FaultInjectAdapter(Adapter):
                     into[cut:] = bytes(len(into) - cut)
                 results.append(_failure(fault))
         return results
+
+    def fetch(self, items: Sequence[tuple[Key, int]]) -> builtins.list[Fetched]:
+        """Struck like a load: "short" gives no part of the payload."""
+        faults = [self._strikes("load") for _ in items]
+        reads = [item for item, fault in zip(items, faults, strict=True) if _reads(fault)]
+        inner = iter(self.inner.fetch(reads))
+        fetched = []
+        for (key, _), fault in zip(items, faults, strict=True):
+            one = next(inner) if _reads(fault) else Fetched(OK)
+            if fault is None or one.outcome != Outcome.OK:
+                fetched.append(one)
+            elif fault.kind == "bit_flip":
+                self.inner.delete([key])
+                fetched.append(Fetched(Result(Outcome.CORRUPT, detail="injected bit flip")))
+            else:
+                fetched.append(Fetched(_failure(fault)))
+        return fetched
 
     def delete(self, keys: Sequence[Key]) -> int:
         return self.inner.delete([key for key in keys if self._strikes("delete") is None])

@@ -34,10 +34,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
-from kvkeep.l2.adapter import MISS, OK, Adapter, AdapterError, Key, Listing, Outcome, Result, Usage
+from kvkeep.l2.adapter import MISS, OK, Adapter, AdapterError, Fetched, Item, Key, Listing, Outcome, Result, Usage
 from kvkeep.l2.fs_index import NAME_BYTES, CapacityIndex
 from kvkeep.l2.fs_io import PAGE, FileIO, file_bytes
-from kvkeep.l2.fs_objects import ObjectFiles
+from kvkeep.l2.fs_objects import ObjectFiles, Seen
 from kvkeep.l2.fs_room import Eviction, Room, scan
 from kvkeep.l2.fs_root import Root
 from kvkeep.l2.fs_tally import FULL, GONE, NOT_OURS, Tally
@@ -57,6 +57,7 @@ class FsAdapter(Adapter):
     """See the module."""
 
     type_name = "fs"
+    keeps_encodings = True
 
     def __init__(self, config: Mapping[str, object], io: FileIO | None = None) -> None:
         options = Options("fs", config)
@@ -189,9 +190,9 @@ class FsAdapter(Adapter):
     def lookup(self, keys: Sequence[Key]) -> builtins.list[bool]:
         return self._each(lambda at: self._lookup(keys[at]), len(keys), False, spread=False)
 
-    def store(self, items: Sequence[tuple[Key, memoryview, int]]) -> builtins.list[Result]:
+    def store(self, items: Sequence[Item]) -> builtins.list[Result]:
         times = self._index.times(len(items))
-        results = self._each(lambda at: self._store(*items[at], times[at]), len(items), _CLOSED)
+        results = self._each(lambda at: self._store(items[at], times[at]), len(items), _CLOSED)
         self._used([item[0] for item in items], times, results, read=False)
         self._room.stored()
         return results
@@ -201,6 +202,12 @@ class FsAdapter(Adapter):
         results = self._each(lambda at: self._load(*items[at], times[at]), len(items), _CLOSED)
         self._used([item[0] for item in items], times, results, read=True)
         return results
+
+    def fetch(self, items: Sequence[tuple[Key, int]]) -> builtins.list[Fetched]:
+        times = self._index.times(len(items))
+        fetched = self._each(lambda at: self._fetch(*items[at], times[at]), len(items), Fetched(_CLOSED))
+        self._used([item[0] for item in items], times, [one.result for one in fetched], read=True)
+        return fetched
 
     def _used(self, keys: Sequence[Key], times: range, results: Sequence[Result], read: bool) -> None:
         """The whole batch at once: however its items were spread, the order is that of the chain."""
@@ -271,24 +278,49 @@ class FsAdapter(Adapter):
             self._count("vanished")
 
     def _load(self, key: Key, into: memoryview, used_ns: int) -> Result:
+        seen = self._see(key, lambda root, name: self._files.read(root, name, key, into, used_ns))
+        if isinstance(seen, Result):
+            return seen
+        header = seen.header
+        assert header is not None
+        if header.serdes:
+            return Result(Outcome.ENCODED)
+        if header.stored_bytes != len(into):
+            self._count("wrong_length")
+            return Result(Outcome.MISS, detail=f"{header.stored_bytes} bytes are stored, {len(into)} were asked for")
+        self._count("loaded")
+        return OK
+
+    def _fetch(self, key: Key, most: int, used_ns: int) -> Fetched:
+        seen = self._see(key, lambda root, name: self._files.fetch(root, name, key, most, used_ns))
+        if isinstance(seen, Result):
+            return Fetched(seen)
+        header = seen.header
+        assert header is not None
+        if header.stored_bytes > most:
+            self._count("wrong_length")
+            return Fetched(
+                Result(Outcome.MISS, detail=f"{header.stored_bytes} bytes are stored, at most {most} wanted")
+            )
+        self._count("loaded")
+        return Fetched(OK, seen.payload, header.encoding)
+
+    def _see(self, key: Key, read: Callable[[Root, bytes], Seen]) -> Seen | Result:
+        """What `read` found, with a header; or what became of an object that cannot be had."""
         root, name = self._place(key)
         known = self._index.begin_read(name)
         if not known and not self._shared:
             self._count("missed")
             return MISS
         try:
-            seen = self._files.read(root, name, key, into, used_ns)
-            if not seen.valid:
+            seen = read(root, name)
+            if seen.header is None:
                 self._count("corrupt")
                 self._tally.complain(f"{name.hex()} in {root.path} did not verify and is removed")
                 self._room.remove(root, name, seen.identity)
                 return Result(Outcome.CORRUPT, detail="the object did not verify and is removed")
-            if seen.length != len(into):
-                self._count("wrong_length")
-                return Result(Outcome.MISS, detail=f"{seen.length} bytes are stored, {len(into)} were asked for")
             self._index.resize(name, seen.size)
-            self._count("loaded")
-            return OK
+            return seen
         except OSError as error:
             if error.errno in GONE:
                 self._vanished(name)
@@ -305,8 +337,9 @@ class FsAdapter(Adapter):
 
     # ---- store -------------------------------------------------------------------------------------------------------
 
-    def _store(self, key: Key, payload: memoryview, checksum: int, used_ns: int) -> Result:
-        root, name = self._place(key)
+    def _store(self, item: Item, used_ns: int) -> Result:
+        payload = item.payload
+        root, name = self._place(item.key)
         size = file_bytes(len(payload))
         if size > self._index.limit:
             self._count("too_large")
@@ -318,24 +351,24 @@ class FsAdapter(Adapter):
             return Result(Outcome.IO_ERROR, errno.EINVAL, "an object without payload")
         mine = False
         try:
-            if self._present(root, name, size, used_ns):
+            if self._present(root, name, item, size, used_ns):
                 return OK
             mine = self._index.begin_store(name)
             if not mine:
                 self._count("busy")
                 return Result(Outcome.BUSY)
-            if self._present(root, name, size, used_ns):  # somebody else has just finished
+            if self._present(root, name, item, size, used_ns):  # somebody else has just finished
                 return OK
             if not self._room.reserve(name, min(size + _METADATA, self._index.limit)):
                 self._count("no_space")
                 return Result(Outcome.NO_SPACE, detail="the limit is reached and nothing can be evicted")
             try:
-                size = self._files.write(root, name, key, payload, checksum, used_ns)
+                size = self._files.write(root, name, item, used_ns)
             except OSError as error:
                 if error.errno not in FULL or not self._room.evict(2 * size, root):
                     raise
                 self._count("evicted_for_full_disk")
-                size = self._files.write(root, name, key, payload, checksum, used_ns)
+                size = self._files.write(root, name, item, used_ns)
             self._index.publish(name, root.number, size, used_ns)
             self._count("stored")
             return OK
@@ -345,12 +378,13 @@ class FsAdapter(Adapter):
             if mine:
                 self._index.end_store(name)
 
-    def _present(self, root: Root, name: bytes, size: int, used_ns: int) -> bool:
+    def _present(self, root: Root, name: bytes, item: Item, size: int, used_ns: int) -> bool:
         if name not in self._index:
             return False
         try:
             about = root.stat(name)
-            if about.st_size != size:  # cut by somebody, or never written by a machine that lost power
+            if about.st_size != size and not self._files.in_another_encoding(root, name, item):
+                # Cut by somebody, or never written by a machine that lost power.
                 self._count("truncated_removed", self._room.remove(root, name, (about.st_ino, about.st_mtime_ns)))
                 return False
             root.set_used(name, used_ns)

@@ -126,6 +126,14 @@ def read_record(io: FileIO, fd: int, into: memoryview) -> tuple[memoryview, int]
         pages.header[:] = _NOTHING
 
 
+def read_raw(io: FileIO, fd: int, length: int) -> tuple[memoryview, memoryview] | None:
+    """The header, not yet verified, and the ``length`` bytes (whole pages) behind its page, in fresh memory."""
+    memory = memoryview(mmap.mmap(-1, PAGE + length))
+    if not _fill(io, fd, [memory], 0):
+        return None
+    return memory[:HEADER_BYTES], memory[PAGE:]
+
+
 def _fill(io: FileIO, fd: int, buffers: list[memoryview], offset: int) -> bool:
     left = sum(map(len, buffers))
     buffers = [buffer for buffer in buffers if len(buffer)]

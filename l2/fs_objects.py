@@ -16,22 +16,22 @@ import stat
 import threading
 from typing import NamedTuple
 
-from kvkeep.l2.adapter import Key
-from kvkeep.l2.fs_io import FileIO, aligned, file_bytes, read_record, write_record
+from kvkeep.l2.adapter import Item, Key
+from kvkeep.l2.fs_io import PAGE, FileIO, aligned, file_bytes, read_raw, read_record, write_record
 from kvkeep.l2.fs_root import Root
 from kvkeep.l2.fs_tally import GONE, NOT_OURS, Tally
-from kvkeep.l2.record import HEADER_BYTES, Header, pack, payload_checksum, unpack
+from kvkeep.l2.record import HEADER_BYTES, Header, header_of, pack, payload_checksum, unpack
 
 log = logging.getLogger("kvkeep.l2.fs")
 
 
 class Seen(NamedTuple):
-    """What a read found.  ``valid`` with another length than was asked for: nothing was read."""
+    """What a read found.  ``header`` with another length than was asked for, or encoded: nothing was read."""
 
-    valid: bool
-    length: int  # of the payload, if valid
+    header: Header | None  # None = what is there does not verify
     size: int  # on the medium
     identity: tuple[int, int]  # inode, mtime
+    payload: memoryview = memoryview(b"")  # of a fetch
 
 
 class ObjectFiles:
@@ -43,22 +43,20 @@ class ObjectFiles:
         self._count = tally.count
         self._lock = threading.Lock()
 
-    def write(self, root: Root, name: bytes, key: Key, payload: memoryview, checksum: int, used_ns: int) -> int:
+    def write(self, root: Root, name: bytes, item: Item, used_ns: int) -> int:
         """Bytes on the medium."""
-        header = pack(Header(key, len(payload), len(payload), checksum or payload_checksum(payload)))
-        direct = root.direct and aligned(payload)
+        header = header_of(item)
+        direct = root.direct and aligned(item.payload)
         try:
-            return self._write(root, name, key, header, payload, used_ns, direct)
+            return self._write(root, name, header, item.payload, used_ns, direct)
         except OSError as error:
             self._without_direct(root, error, direct)
-            return self._write(root, name, key, header, payload, used_ns, False)
+            return self._write(root, name, header, item.payload, used_ns, False)
 
-    def _write(
-        self, root: Root, name: bytes, key: Key, header: bytes, payload: memoryview, used_ns: int, direct: bool
-    ) -> int:
+    def _write(self, root: Root, name: bytes, header: Header, payload: memoryview, used_ns: int, direct: bool) -> int:
         draft = root.create(name, direct)
         try:
-            write_record(self._io, draft.fd, header, payload)
+            write_record(self._io, draft.fd, pack(header), payload)
             os.utime(draft.fd, ns=(used_ns, used_ns))
             if self._fsync != "none":
                 self._io.sync_data(draft.fd)
@@ -66,7 +64,7 @@ class ObjectFiles:
             try:
                 draft.publish(name)
             except FileExistsError:
-                if there := self._of_another(root, name, key, len(payload)):
+                if there := self._of_another(root, name, header):
                     size = there
                 else:
                     draft.publish(name)
@@ -76,7 +74,7 @@ class ObjectFiles:
         finally:
             draft.close()
 
-    def _of_another(self, root: Root, name: bytes, key: Key, length: int) -> int:
+    def _of_another(self, root: Root, name: bytes, header: Header) -> int:
         """The name is taken: by another process that shares the root (its size), or by rubbish, which goes (0)."""
         try:
             fd = root.open(name, False)
@@ -86,9 +84,8 @@ class ObjectFiles:
         else:
             try:
                 about = os.fstat(fd)
-                header = self._head(fd) if stat.S_ISREG(about.st_mode) else None
-                whole = about.st_size == file_bytes(length)
-                if whole and header is not None and header.key == key and header.stored_bytes == length:
+                there = self._whole(fd, about)
+                if there is not None and there.key == header.key and there.original_bytes == header.original_bytes:
                     self._count("stored_by_another")
                     return about.st_blocks * 512
             finally:
@@ -111,26 +108,49 @@ class ObjectFiles:
     def _read(self, root: Root, name: bytes, key: Key, into: memoryview, used_ns: int, direct: bool) -> Seen:
         fd = root.open(name, direct)
         try:
-            about = os.fstat(fd)
-            if not stat.S_ISREG(about.st_mode):
-                raise OSError(errno.EISDIR, "not a file")
-            size, identity = about.st_blocks * 512, (about.st_ino, about.st_mtime_ns)
+            about = _regular(fd)
             asked = about.st_size == file_bytes(len(into))
             page, checksum = read_record(self._io, fd, into if asked else into[:0]) or (None, 0)
-            header = None if page is None else unpack(page)
-            if header is None or header.key != key or file_bytes(header.stored_bytes) != about.st_size:
-                return Seen(False, 0, size, identity)
-            if header.stored_bytes != len(into):
-                return Seen(True, header.stored_bytes, size, identity)
+            header = None if page is None else _header(page, key, about)
+            if header is None or header.serdes or header.stored_bytes != len(into):
+                return _seen(header, about)
             if checksum != header.checksum:
-                return Seen(False, 0, size, identity)
-            try:
-                os.utime(fd, ns=(used_ns, used_ns))
-            except OSError:
-                self._count("recency_not_kept")
-            return Seen(True, len(into), size, identity)
+                return _seen(None, about)
+            self._touch(fd, used_ns)
+            return _seen(header, about)
         finally:
             os.close(fd)
+
+    def fetch(self, root: Root, name: bytes, key: Key, most: int, used_ns: int) -> Seen:
+        """The object in fresh memory, if it has no more than ``most`` bytes."""
+        try:
+            return self._fetch(root, name, key, most, used_ns, root.direct)
+        except OSError as error:
+            self._without_direct(root, error, root.direct)
+            return self._fetch(root, name, key, most, used_ns, False)
+
+    def _fetch(self, root: Root, name: bytes, key: Key, most: int, used_ns: int, direct: bool) -> Seen:
+        fd = root.open(name, direct)
+        try:
+            about = _regular(fd)
+            asked = 2 * PAGE <= about.st_size <= file_bytes(most)
+            page, content = read_raw(self._io, fd, about.st_size - PAGE if asked else 0) or (None, memoryview(b""))
+            header = None if page is None else _header(page, key, about)
+            if header is None or header.stored_bytes > most:
+                return _seen(header, about)
+            payload = content[: header.stored_bytes]
+            if payload_checksum(payload) != header.checksum:
+                return _seen(None, about)
+            self._touch(fd, used_ns)
+            return _seen(header, about)._replace(payload=payload)
+        finally:
+            os.close(fd)
+
+    def _touch(self, fd: int, used_ns: int) -> None:
+        try:
+            os.utime(fd, ns=(used_ns, used_ns))
+        except OSError:
+            self._count("recency_not_kept")
 
     def _without_direct(self, root: Root, error: OSError, direct: bool) -> None:
         """Raises unless O_DIRECT may be the reason."""
@@ -155,6 +175,42 @@ class ObjectFiles:
         finally:
             os.close(fd)
 
+    def in_another_encoding(self, root: Root, name: bytes, item: Item) -> bool:
+        """All of this object is there, though not with the bytes of ``item``.  Raises OSError if it has vanished."""
+        try:
+            fd = root.open(name, False)
+        except OSError as error:
+            if error.errno in NOT_OURS:
+                return False
+            raise
+        try:
+            header = self._whole(fd, os.fstat(fd))
+            return header is not None and header.key == item.key and bool(header.serdes or item.encoding)
+        finally:
+            os.close(fd)
+
+    def _whole(self, fd: int, about: os.stat_result) -> Header | None:
+        """The header of a file that has all its bytes."""
+        header = self._head(fd) if stat.S_ISREG(about.st_mode) else None
+        return header if header is not None and file_bytes(header.stored_bytes) == about.st_size else None
+
     def _head(self, fd: int) -> Header | None:
         page = bytearray(HEADER_BYTES)
         return unpack(memoryview(page)[: max(0, self._io.readv(fd, [memoryview(page)], 0))])
+
+
+def _regular(fd: int) -> os.stat_result:
+    about = os.fstat(fd)
+    if not stat.S_ISREG(about.st_mode):
+        raise OSError(errno.EISDIR, "not a file")
+    return about
+
+
+def _header(page: memoryview, key: Key, about: os.stat_result) -> Header | None:
+    header = unpack(page)
+    good = header is not None and header.key == key and file_bytes(header.stored_bytes) == about.st_size
+    return header if good else None
+
+
+def _seen(header: Header | None, about: os.stat_result) -> Seen:
+    return Seen(header, about.st_blocks * 512, (about.st_ino, about.st_mtime_ns))

@@ -40,9 +40,10 @@ class Code(enum.IntEnum):
     TOO_LARGE = 5
     BUSY = 6
     UNAVAILABLE = 7
-    EXPIRED = 8  # not started: its deadline had passed
-    STOPPING = 9  # not started: the mover was told to stop
-    LOST = 10  # said by control: the mover died with the job
+    # 8 is Outcome.ENCODED: between mover and adapter only
+    EXPIRED = 9  # not started: its deadline had passed
+    STOPPING = 10  # not started: the mover was told to stop
+    LOST = 11  # said by control: the mover died with the job
 
 
 FAULTS = frozenset({Code.IO_ERROR, Code.UNAVAILABLE, Code.LOST})  # speak against the medium, not against the object

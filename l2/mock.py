@@ -13,15 +13,16 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 
-from kvkeep.l2.adapter import MISS, OK, Adapter, AdapterError, Key, Listing, Outcome, Result, Usage
+from kvkeep.l2.adapter import MISS, OK, Adapter, AdapterError, Fetched, Item, Key, Listing, Outcome, Result, Usage
 from kvkeep.l2.options import Options
-from kvkeep.l2.record import HEADER_BYTES, Header, pack, payload_checksum, unpack
+from kvkeep.l2.record import HEADER_BYTES, Header, header_of, pack, payload_checksum, unpack
 
 
 class MockAdapter(Adapter):
     """See the module."""
 
     type_name = "mock"
+    keeps_encodings = True
 
     def __init__(self, config: Mapping[str, object]) -> None:
         options = Options("mock", config)
@@ -59,17 +60,18 @@ class MockAdapter(Adapter):
         with self._lock:
             return [key in self.objects for key in keys]
 
-    def store(self, items: Sequence[tuple[Key, memoryview, int]]) -> list[Result]:
-        self._wait(sum(len(payload) for _, payload, _ in items))
-        return [self._store(*item) for item in items]
+    def store(self, items: Sequence[Item]) -> list[Result]:
+        self._wait(sum(len(item.payload) for item in items))
+        return [self._store(item) for item in items]
 
-    def _store(self, key: Key, payload: memoryview, checksum: int) -> Result:
+    def _store(self, item: Item) -> Result:
+        key, payload = item.key, item.payload
         need = HEADER_BYTES + len(payload)
         if need > self._limit:
             self.counters["too_large"] += 1
             detail = f"{len(payload)} bytes and a header can never fit into the {self._limit} bytes of capacity_gb"
             return Result(Outcome.TOO_LARGE, detail=detail)
-        header = Header(key, len(payload), len(payload), checksum or payload_checksum(payload))
+        header = header_of(item)
         with self._lock:
             if key in self.objects:
                 self.objects.move_to_end(key)
@@ -89,24 +91,52 @@ class MockAdapter(Adapter):
 
     def _load(self, key: Key, into: memoryview) -> Result:
         with self._lock:
-            record = self.objects.get(key)
-            if record is None:
-                self.counters["missed"] += 1
-                return MISS
-            header, payload = unpack(memoryview(record)), memoryview(record)[HEADER_BYTES:]
-            good = header is not None and header.key == key and header.stored_bytes == len(payload)
-            if good and len(payload) != len(into):
+            found = self._verified(key)
+            if isinstance(found, Result):
+                return found
+            header, payload = found
+            if header.encoding is not None:
+                return Result(Outcome.ENCODED)
+            if len(payload) != len(into):
                 self.counters["wrong_length"] += 1
                 return Result(Outcome.MISS, detail=f"{len(payload)} bytes are stored, {len(into)} were asked for")
-            if header is None or not good or payload_checksum(payload) != header.checksum:
-                payload.release()
-                self._forget(key)
-                self.counters["corrupt"] += 1
-                return Result(Outcome.CORRUPT, detail="the object did not verify and is removed")
             into[:] = payload
             self.objects.move_to_end(key)
             self.counters["loaded"] += 1
         return OK
+
+    def fetch(self, items: Sequence[tuple[Key, int]]) -> list[Fetched]:
+        fetched = [self._fetch(*item) for item in items]
+        self._wait(sum(len(one.payload) for one in fetched))
+        return fetched
+
+    def _fetch(self, key: Key, most: int) -> Fetched:
+        with self._lock:
+            found = self._verified(key)
+            if isinstance(found, Result):
+                return Fetched(found)
+            header, payload = found
+            if len(payload) > most:
+                self.counters["wrong_length"] += 1
+                return Fetched(Result(Outcome.MISS, detail=f"{len(payload)} bytes are stored, at most {most} wanted"))
+            self.objects.move_to_end(key)
+            self.counters["loaded"] += 1
+            return Fetched(OK, memoryview(bytes(payload)), header.encoding)
+
+    def _verified(self, key: Key) -> tuple[Header, memoryview] | Result:
+        """Of an object that is there and good, header and payload; otherwise what became of it.  Under the lock."""
+        record = self.objects.get(key)
+        if record is None:
+            self.counters["missed"] += 1
+            return MISS
+        header, payload = unpack(memoryview(record)), memoryview(record)[HEADER_BYTES:]
+        good = header is not None and header.key == key and header.stored_bytes == len(payload)
+        if header is not None and good and payload_checksum(payload) == header.checksum:
+            return header, payload
+        payload.release()
+        self._forget(key)
+        self.counters["corrupt"] += 1
+        return Result(Outcome.CORRUPT, detail="the object did not verify and is removed")
 
     def _forget(self, key: Key) -> None:
         self._used -= len(self.objects.pop(key))

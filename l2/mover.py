@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from kvkeep.l2 import jobs as j
-from kvkeep.l2.adapter import Adapter, AdapterError, Key, Outcome, Result
+from kvkeep.l2.adapter import Adapter, AdapterError, Item, Key, Outcome, Result
 from kvkeep.l2.jobs import Code
 
 THREADS = 4
@@ -206,7 +206,7 @@ class Mover:
     def _store(self, job: j.Put) -> None:
         n = j.chunk_count(job)
         sums = np.frombuffer(job.checksums, "<u8").tolist() or [0] * (n * job.shards)
-        items = list(zip(_keys(job), self._views(job), sums, strict=True))
+        items = [Item(*one) for one in zip(_keys(job), self._views(job), sums, strict=True)]
         per_slice = max(1, SLICE_BYTES // (job.shard_bytes * job.shards)) * job.shards
         cuts = [*range(0, len(items), per_slice), len(items)]
         results: list[Result] = []
@@ -250,7 +250,7 @@ class Mover:
     def _probe(self, job: j.Probe) -> None:
         key = Key(bytes(32), os.urandom(32), 0, 1)
         payload, back = os.urandom(_PROBE_BYTES), bytearray(_PROBE_BYTES)
-        (stored,) = self._guarded(self._adapter.store, [(key, memoryview(payload), 0)])
+        (stored,) = self._guarded(self._adapter.store, [Item(key, memoryview(payload))])
         outcome = stored
         if stored.outcome == Outcome.OK:
             (outcome,) = self._guarded(self._adapter.load, [(key, memoryview(back))])

@@ -40,7 +40,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from kvkeep.l2.adapter import Adapter, AdapterError, Key, Listing, Outcome, Result, Usage
+from kvkeep.l2.adapter import Adapter, AdapterError, Fetched, Item, Key, Listing, Outcome, Result, Usage
 from kvkeep.l2.options import Options
 from kvkeep.l2.raw_io import Engine, Threads
 from kvkeep.l2.raw_layout import Geometry
@@ -76,6 +76,7 @@ class RawBlockAdapter(Adapter):
     """See the module.  ``engine`` is for tests that stand between the adapter and its medium."""
 
     type_name = "raw_block"
+    keeps_encodings = True
 
     def __init__(self, config: Mapping[str, object], engine: Callable[[Engine], Engine] | None = None) -> None:
         options = Options("raw_block", config)
@@ -214,7 +215,7 @@ class RawBlockAdapter(Adapter):
                 room.touch(rows[rows >= 0])
             return [bool(row >= 0) for row in rows]
 
-    def store(self, items: Sequence[tuple[Key, memoryview, int]]) -> builtins.list[Result]:
+    def store(self, items: Sequence[Item]) -> builtins.list[Result]:
         with self._use() as parts:
             if parts is None:
                 return [_CLOSED] * len(items)
@@ -231,6 +232,15 @@ class RawBlockAdapter(Adapter):
             for start in range(0, len(items), GROUP):
                 results += parts[1].load(items[start : start + GROUP])
             return results
+
+    def fetch(self, items: Sequence[tuple[Key, int]]) -> builtins.list[Fetched]:
+        with self._use() as parts:
+            if parts is None:
+                return [Fetched(_CLOSED)] * len(items)
+            fetched: builtins.list[Fetched] = []
+            for start in range(0, len(items), GROUP):
+                fetched += parts[1].fetch(items[start : start + GROUP])
+            return fetched
 
     def delete(self, keys: Sequence[Key]) -> int:
         with self._use() as parts:

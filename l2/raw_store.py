@@ -15,20 +15,20 @@ block, or all of a view whose address the device cannot take.
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvkeep.l2.adapter import MISS, OK, Key, Outcome, Result
+from kvkeep.l2.adapter import MISS, OK, Fetched, Item, Key, Outcome, Result
 from kvkeep.l2.raw_io import Memory, Piece, Transfer, address_of
 from kvkeep.l2.raw_journal import INSERT, drops
 from kvkeep.l2.raw_layout import blocks_of, pack_slot_header, unpack_slot_header
 from kvkeep.l2.raw_objects import Batch
 from kvkeep.l2.raw_room import Room
 from kvkeep.l2.raw_slabs import Place
-from kvkeep.l2.record import Header, payload_checksum
+from kvkeep.l2.record import Header, header_of, payload_checksum
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _MEDIA_ERRORS = (errno.EIO, errno.EILSEQ, errno.ENODATA)
@@ -37,7 +37,6 @@ _UNREAD = Result(Outcome.IO_ERROR, errno.EIO, "the batch could not be read")
 _BAD_READS = 2  # media errors of one object in a row after which it is given up
 
 I64 = npt.NDArray[np.int64]
-Item = tuple[Key, memoryview, int]
 
 
 class _Pieces:
@@ -72,9 +71,7 @@ class _Pieces:
 class _Storing(NamedTuple):
     at: int  # in the batch
     place: Place
-    key: Key
-    view: memoryview
-    checksum: int
+    item: Item
     sequence: int
 
 
@@ -83,7 +80,14 @@ class _Loading(NamedTuple):
     row: int
     key: Key
     place: Place
-    pieces: _Pieces
+    size: int  # stored bytes, by the index
+
+
+class _Read(NamedTuple):
+    """A verified object.  ``view`` is None if only its header was wanted."""
+
+    header: Header
+    view: memoryview | None
 
 
 def _failure(number: int) -> Result:
@@ -110,9 +114,8 @@ class Store:
         results: list[Result | None] = [None] * len(items)
         mine = self._plan(items, results)
         try:
-            pieces = {i: _Pieces(items[i][1], self._block, self._alignment) for i in mine.values()}
-            sums = {i: items[i][2] or payload_checksum(items[i][1]) for i in mine.values()}
-            writing = self._reserve(items, mine, sums, results)
+            pieces = {i: _Pieces(items[i].payload, self._block, self._alignment) for i in mine.values()}
+            writing = self._reserve(items, mine, results)
             writing = self._write(writing, pieces, results)
             self._make_visible(writing, results)
         finally:
@@ -120,7 +123,7 @@ class Store:
                 self._storing.difference_update(mine)
         for i, result in enumerate(results):
             if result is None:  # the same key stood earlier in the batch
-                results[i] = results[mine[items[i][0]]]
+                results[i] = results[mine[items[i].key]]
         counters = self.room.counters
         with self.room.mutex:
             for result in results:
@@ -132,8 +135,8 @@ class Store:
         """What this call will write: key -> place in the batch.  The rest gets its result."""
         room, mine = self.room, {}
         with room.mutex:
-            rows = room.objects.find([key for key, _, _ in items])
-            for i, (key, view, _) in enumerate(items):
+            rows = room.objects.find([item.key for item in items])
+            for i, (key, view, *_) in enumerate(items):
                 if rows[i] >= 0:
                     results[i] = OK
                     room.counters["present"] += 1
@@ -150,12 +153,10 @@ class Store:
             room.touch(rows[rows >= 0])
         return mine
 
-    def _reserve(
-        self, items: Sequence[Item], mine: dict[Key, int], sums: dict[int, int], results: list[Result | None]
-    ) -> list[_Storing]:
+    def _reserve(self, items: Sequence[Item], mine: dict[Key, int], results: list[Result | None]) -> list[_Storing]:
         by_class: dict[int, list[int]] = {}
         for i in mine.values():
-            by_class.setdefault(blocks_of(len(items[i][1]), self._block), []).append(i)
+            by_class.setdefault(blocks_of(len(items[i].payload), self._block), []).append(i)
         writing: list[_Storing] = []
         room = self.room
         for blocks, members in by_class.items():
@@ -165,7 +166,7 @@ class Store:
             with room.mutex:
                 sequences = room.clock.stamps(len(members)).tolist()
             for i, place, sequence in zip(members, places, sequences, strict=False):
-                writing.append(_Storing(i, place, items[i][0], items[i][1], sums[i], sequence))
+                writing.append(_Storing(i, place, items[i], sequence))
             for i in members[len(places) :]:
                 used = f"{room.slabs.bytes_used} of {room.slabs.bytes_limit} bytes are used"
                 results[i] = Result(Outcome.NO_SPACE, errno.ENOSPC, f"no slot could be made free: {used}")
@@ -183,7 +184,7 @@ class Store:
         headers = {one.at: (memory.address + i * block, block) for i, one in enumerate(writing)}
         for i, one in enumerate(writing):
             pieces[one.at].fill()
-            header = Header(one.key, len(one.view), len(one.view), one.checksum, sequence=one.sequence)
+            header = header_of(one.item, one.sequence)
             data = pack_slot_header(header, self.room.geometry, one.place.slab, one.place.slot, one.place.generation)
             memory.view[i * block : i * block + len(data)] = data
         if not self._flush:  # nothing is durable before the other; one run of bytes, and the checksum vouches for it
@@ -218,11 +219,11 @@ class Store:
         room = self.room
         slabs, slots = _places(writing)
         with room.mutex:
-            spaces = [room.objects.space(one.key) for one in writing]
+            spaces = [room.objects.space(one.item.key) for one in writing]
             batch = Batch(
                 np.array(spaces, dtype=np.uint64),
-                np.frombuffer(b"".join(one.key.chunk for one in writing), dtype=np.uint64).reshape(-1, 4),
-                np.array([len(one.view) for one in writing], dtype=np.uint64),
+                np.frombuffer(b"".join(one.item.key.chunk for one in writing), dtype=np.uint64).reshape(-1, 4),
+                np.array([len(one.item.payload) for one in writing], dtype=np.uint64),
                 slabs.astype(np.uint64),
                 slots.astype(np.uint64),
                 np.array([one.sequence for one in writing], dtype=np.uint64),
@@ -251,64 +252,104 @@ class Store:
     # Load
 
     def load(self, items: Sequence[tuple[Key, memoryview]]) -> list[Result]:
+        views = [view for _, view in items]
+        # Of an object that has another size only the header is read: it tells whether it is encoded.
+        results, read = self._load(
+            [key for key, _ in items], lambda i, size: views[i] if size == len(views[i]) else None
+        )
+        for i, (header, view) in read.items():
+            if header.serdes:
+                results[i] = Result(Outcome.ENCODED)
+            elif view is None:
+                results[i] = self._wrong_length(f"{header.stored_bytes} bytes are stored, {len(views[i])} wanted")
+        self._count(results)
+        return results
+
+    def fetch(self, items: Sequence[tuple[Key, int]]) -> list[Fetched]:
+        most = [limit for _, limit in items]
+        results, read = self._load(
+            [key for key, _ in items], lambda i, size: Memory(size).view[:size] if size <= most[i] else None
+        )
+        fetched = [Fetched(result) for result in results]
+        for i, (header, view) in read.items():
+            if view is None:
+                results[i] = self._wrong_length(f"{header.stored_bytes} bytes are stored, at most {most[i]} wanted")
+                fetched[i] = Fetched(results[i])
+            else:
+                fetched[i] = Fetched(OK, view, header.encoding)
+        self._count(results)
+        return fetched
+
+    def _wrong_length(self, detail: str) -> Result:
+        with self.room.mutex:
+            self.room.counters["wrong_length"] += 1
+        return Result(Outcome.MISS, detail=detail)
+
+    def _count(self, results: list[Result]) -> None:
+        with self.room.mutex:
+            for result in results:
+                self.room.counters[_LOADED.get(result.outcome, "io_errors")] += 1
+
+    def _load(
+        self, keys: Sequence[Key], target: Callable[[int, int], memoryview | None]
+    ) -> tuple[list[Result], dict[int, _Read]]:
+        """``target`` is given place in the batch and stored bytes, and gives memory for them, or None."""
         room = self.room
-        results = [MISS] * len(items)
+        results = [MISS] * len(keys)
         loading: list[_Loading] = []
         with room.mutex:
-            rows = room.objects.find([key for key, _ in items])
-            for i, (key, view) in enumerate(items):
+            rows = room.objects.find(keys)
+            for i, key in enumerate(keys):
                 row = int(rows[i])
                 if row < 0:
-                    continue
-                size = room.objects.size(row)
-                if size != len(view):
-                    detail = f"{size} bytes are stored, {len(view)} were asked for"
-                    results[i] = Result(Outcome.MISS, detail=detail)
-                    room.counters["wrong_length"] += 1
-                    rows[i] = -1
                     continue
                 slab, slot = room.objects.place(row)
                 place = Place(slab, slot, int(room.slabs.blocks[slab]), int(room.slabs.generation[slab]))
                 room.pin(row)
-                loading.append(_Loading(i, row, key, place, _Pieces(view, self._block, self._alignment)))
+                loading.append(_Loading(i, row, key, place, room.objects.size(row)))
             room.touch(rows[rows >= 0])
         wrong: set[int] = set()
+        read: dict[int, _Read] = {}
         try:
-            wrong = self._read(loading, results)
+            views = [target(one.at, one.size) for one in loading]
+            pieces = [None if view is None else _Pieces(view, self._block, self._alignment) for view in views]
+            wrong = self._read(loading, pieces, results, read)
         finally:
             self._end_reading(loading, wrong)
-        with room.mutex:
-            for result in results:
-                room.counters[_LOADED.get(result.outcome, "io_errors")] += 1
-        return results
+        return results, read
 
-    def _read(self, loading: list[_Loading], results: list[Result]) -> set[int]:
-        """Fill the views.  Returns the rows that must go."""
+    def _read(
+        self, loading: list[_Loading], pieces: list[_Pieces | None], results: list[Result], read: dict[int, _Read]
+    ) -> set[int]:
+        """Fill the pieces.  Returns the rows that must go."""
         block, geometry = self._block, self.room.geometry
         headers = Memory(len(loading) * block)
         transfers = [
-            Transfer(self._offset(one.place), ((headers.address + i * block, block), *one.pieces.pieces))
-            for i, one in enumerate(loading)
+            Transfer(
+                self._offset(one.place), ((headers.address + i * block, block), *(wanted.pieces if wanted else ()))
+            )
+            for i, (one, wanted) in enumerate(zip(loading, pieces, strict=True))
         ]
         wrong: set[int] = set()
 
         def check(i: int, number: int) -> None:
             """While the device is busy with the others."""
-            one = loading[i]
+            one, wanted = loading[i], pieces[i]
             if number:
                 results[one.at] = _failure(number)
                 if number in _MEDIA_ERRORS and self._is_bad(one.row):
                     wrong.add(one.row)
                 return
             self._bad_reads.pop(one.row, None)
-            one.pieces.drain()
+            if wanted is not None:
+                wanted.drain()
             data = headers.view[i * block : (i + 1) * block]
             header = unpack_slot_header(data, geometry, one.place.slab, one.place.slot, one.place.generation)
             if (
                 header is None
                 or header.key != one.key
-                or header.stored_bytes != len(one.pieces.view)
-                or header.checksum != payload_checksum(one.pieces.view)
+                or header.stored_bytes != one.size
+                or (wanted is not None and header.checksum != payload_checksum(wanted.view))
             ):
                 if not self.room.objects.recency[one.row]:  # deleted while we read
                     results[one.at] = MISS
@@ -318,6 +359,7 @@ class Store:
                 wrong.add(one.row)
             else:
                 results[one.at] = OK
+                read[one.at] = _Read(header, None if wanted is None else wanted.view)
 
         for one in loading:
             results[one.at] = _UNREAD
@@ -392,4 +434,4 @@ _NAMES = {
     Outcome.TOO_LARGE: "too_large",
     Outcome.BUSY: "busy",
 }
-_LOADED = {Outcome.OK: "loaded", Outcome.MISS: "missed", Outcome.CORRUPT: "corrupt"}
+_LOADED = {Outcome.OK: "loaded", Outcome.MISS: "missed", Outcome.CORRUPT: "corrupt", Outcome.ENCODED: "encoded"}

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from kvkeep.l2.adapter import Key
+from kvkeep.l2.adapter import Encoding, Item, Key
 
 HEADER_BYTES = 256
 FORMAT_VERSION = 1
@@ -47,8 +47,22 @@ class Header(NamedTuple):
     stored_bytes: int
     checksum: int
     serdes: tuple[int, ...] = ()
-    params: bytes = b""
+    params: bytes = b""  # padded with zeros to SERDE_PARAM_BYTES when unpacked
     sequence: int = 0
+
+    @property
+    def encoding(self) -> Encoding | None:
+        """None = the payload is plain."""
+        return Encoding(self.original_bytes, self.serdes, self.params) if self.serdes else None
+
+
+def header_of(item: Item, sequence: int = 0) -> Header:
+    """The header of the record that keeps ``item``; computes its checksum if nobody has yet."""
+    stored = len(item.payload)
+    checksum = item.checksum or payload_checksum(item.payload)
+    if item.encoding is None:
+        return Header(item.key, stored, stored, checksum, sequence=sequence)
+    return Header(item.key, item.encoding.original_bytes, stored, checksum, *item.encoding[1:], sequence)
 
 
 def pack(header: Header) -> bytes:

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from kvkeep.l2.adapter import Adapter, Key, Outcome
+from kvkeep.l2.adapter import Adapter, Item, Key, Outcome
 from kvkeep.l2.record import payload_checksum
 
 MIB = 1 << 20
@@ -66,7 +66,7 @@ def put(adapter: Adapter, *keys: Key, length: int = OBJECT) -> list[Outcome]:
     items = []
     for one in keys:
         data = content(one, length)
-        items.append((one, view(data), payload_checksum(data)))
+        items.append(Item(one, view(data), payload_checksum(data)))
     return [result.outcome for result in adapter.store(items)]
 
 
@@ -121,7 +121,7 @@ class AdapterConformance:
     @pytest.mark.parametrize("offset", [1, 64, 512])
     def test_views_need_no_alignment(self, adapter: Adapter, offset: int) -> None:
         data = content(key(2), 70_001)
-        assert adapter.store([(key(2), view(data, offset=offset), 0)])[0].outcome == OK
+        assert adapter.store([Item(key(2), view(data, offset=offset), 0)])[0].outcome == OK
         into = view(70_001, offset=offset)
         assert adapter.load([(key(2), into)])[0].outcome == OK
         assert bytes(into) == data
@@ -130,7 +130,7 @@ class AdapterConformance:
         around = view(3 * 4096 + 5000)
         data = content(key(3), 5000)
         around[4096 : 4096 + 5000] = data
-        assert adapter.store([(key(3), around[4096 : 4096 + 5000].toreadonly(), 0)])[0].outcome == OK
+        assert adapter.store([Item(key(3), around[4096 : 4096 + 5000].toreadonly(), 0)])[0].outcome == OK
         around[:] = b"\x5a" * len(around)
         assert adapter.load([(key(3), around[4096 : 4096 + 5000])])[0].outcome == OK
         assert bytes(around) == b"\x5a" * 4096 + data + b"\x5a" * (2 * 4096)
@@ -242,7 +242,7 @@ class AdapterConformance:
     def test_what_can_never_fit_is_refused_and_takes_nothing_with_it(self, adapter: Adapter) -> None:
         put(adapter, key(1))
         length = adapter.usage().bytes_limit + 4096
-        result = adapter.store([(key(2), view(length), 1)])[0]
+        result = adapter.store([Item(key(2), view(length), 1)])[0]
         assert result.outcome == Outcome.TOO_LARGE
         assert str(length) in result.detail
         assert adapter.lookup([key(1), key(2)]) == [True, False]
@@ -269,7 +269,7 @@ class AdapterConformance:
 
     def test_a_payload_that_changed_under_its_checksum_never_comes_back(self, adapter: Adapter) -> None:
         data = content(key(1))
-        adapter.store([(key(1), view(data), payload_checksum(data) ^ 1)])
+        adapter.store([Item(key(1), view(data), payload_checksum(data) ^ 1)])
         assert get(adapter, key(1)) != [OK]
         assert adapter.lookup([key(1)]) == [False]
 

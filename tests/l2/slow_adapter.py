@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from kvkeep.l2.adapter import MISS, OK, Adapter, AdapterError, Key, Listing, Outcome, Result, Usage
+from kvkeep.l2.adapter import MISS, OK, Adapter, AdapterError, Item, Key, Listing, Outcome, Result, Usage
 
 
 class SlowAdapter(Adapter):
@@ -48,11 +48,11 @@ class SlowAdapter(Adapter):
         self._tell("lookup", keys)
         return [self._path(key).exists() for key in keys]
 
-    def store(self, items: Sequence[tuple[Key, memoryview, int]]) -> list[Result]:
+    def store(self, items: Sequence[Item]) -> list[Result]:
         if not self._tell("store", [key for key, *_ in items]):
             return [Result(Outcome.IO_ERROR, 5, "as asked")] * len(items)
         time.sleep(self._store_s)
-        for key, payload, _ in items:
+        for key, payload, *_ in items:
             self._path(key).write_bytes(payload)
         return [OK] * len(items)
 

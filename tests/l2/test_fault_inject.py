@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvkeep.l2.adapter import AdapterError, Outcome
+from kvkeep.l2.adapter import AdapterError, Item, Outcome
 from kvkeep.l2.fault_inject import FaultInjectAdapter
 from kvkeep.l2.faults import Schedule
 from tests.l2.conformance import MISS, OK, content, get, key, put, view
@@ -43,7 +43,7 @@ def test_without_rules_it_is_the_inner_adapter() -> None:
 )
 def test_a_struck_store_fails_alone(fault: str, outcome: Outcome, number: int) -> None:
     adapter = make({"operation": "store", "fault": fault, "at": [1]})
-    results = adapter.store([(key(n), view(content(key(n))), 0) for n in range(3)])
+    results = adapter.store([Item(key(n), view(content(key(n))), 0) for n in range(3)])
     assert [result.outcome for result in results] == [OK, outcome, OK]
     assert results[1].errno == number
     assert adapter.lookup([key(n) for n in range(3)]) == [True, False, True]

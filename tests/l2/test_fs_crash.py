@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvkeep.l2.adapter import Key, Outcome
+from kvkeep.l2.adapter import Item, Key, Outcome
 from kvkeep.l2.fs import FsAdapter
 from kvkeep.l2.fs_io import FileIO
 from tests.l2.conformance import content, key, view
@@ -37,7 +37,7 @@ def write_until_killed(adapter: FsAdapter, seed: int, report: int) -> None:
         chance = random.Random(seed * 2 + own)
         while True:
             numbers = [n for n in chance.sample(range(KEYS), 3) if n % 2 == own]  # each thread its own half
-            items = [(key(n), view(content(key(n), length_of(n))), 0) for n in numbers]
+            items = [Item(key(n), view(content(key(n), length_of(n))), 0) for n in numbers]
             for number, result in zip(numbers, adapter.store(items), strict=True):
                 if result.outcome == Outcome.OK:
                     os.write(report, b"+%d\n" % number)
@@ -142,7 +142,7 @@ def test_two_that_share_are_killed_and_nothing_is_lost(tmp_path: Path, seed: int
                     adapter.open()
                     while True:  # both store the same keys, in different orders
                         numbers = chance.sample(range(own, KEYS), 2 + own)
-                        items = [(key(n), view(content(key(n), length_of(n))), 0) for n in numbers]
+                        items = [Item(key(n), view(content(key(n), length_of(n))), 0) for n in numbers]
                         for n, result in zip(numbers, adapter.store(items), strict=True):
                             if result.outcome == Outcome.OK:
                                 os.write(write, b"+%d\n" % n)

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from kvkeep.l2.adapter import AdapterError, Key, Outcome
+from kvkeep.l2.adapter import AdapterError, Item, Key, Outcome
 from kvkeep.l2.faults import Schedule
 from kvkeep.l2.fs import FsAdapter
 from kvkeep.l2.fs_io import FileIO
@@ -313,7 +313,7 @@ def test_a_disk_that_others_fill_makes_us_evict_and_then_resume(
     assert adapter.usage().bytes_used == du(small_disk)
     adapter.delete([one for one, _ in adapter.list(b"", 1000).objects])
     fill(filler)
-    result = adapter.store([(key(1), view(content(key(1))), 0)])[0]
+    result = adapter.store([Item(key(1), view(content(key(1))), 0)])[0]
     assert (result.outcome, result.errno) == (Outcome.NO_SPACE, errno.ENOSPC)
     assert adapter.lookup([key(1)]) == [False]
     assert adapter.usage().bytes_used == du(small_disk) == 0
@@ -442,7 +442,7 @@ def test_a_store_that_fails_is_counted_leaves_nothing_and_the_next_one_works(
     io.on = True
     if fault == "ENOSPC":
         adapter._index.begin_read(adapter._place(key(1))[1])  # so that it cannot go
-    result = adapter.store([(key(2), view(content(key(2))), 0)])[0]
+    result = adapter.store([Item(key(2), view(content(key(2))), 0)])[0]
     assert (result.outcome, result.errno) == (outcome, getattr(errno, fault))
     assert adapter.counters[f"errno_{fault}"] == 1
     io.on = False

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from kvkeep.l2.adapter import Key, Outcome
+from kvkeep.l2.adapter import Item, Key, Outcome
 from kvkeep.l2.raw_block import RawBlockAdapter
 from tests.l2.conformance import content, get, key, view
 
@@ -44,7 +44,7 @@ def write_until_killed(adapter: RawBlockAdapter, say: int, first: int) -> None:
         while True:
             batch = [number + i * WRITERS for i in range(chance.randint(1, 5))]
             number = batch[-1] + WRITERS
-            items = [(key(n), view(content(key(n), length_of(n))), 0) for n in batch]
+            items = [Item(key(n), view(content(key(n), length_of(n))), 0) for n in batch]
             results = adapter.store(items)
             done = [n for n, result in zip(batch, results, strict=True) if result.outcome == Outcome.OK]
             os.write(say, b"".join(b"S %d\n" % n for n in done))
@@ -185,7 +185,7 @@ def test_a_second_owner_is_refused_and_the_next_one_gets_it(tmp_path: Path, monk
     first.open()
     with pytest.raises(AdapterError, match="belongs to another process"):
         second.open()
-    assert first.store([(key(1), view(b"x" * 100), 0)])[0].outcome == Outcome.OK
+    assert first.store([Item(key(1), view(b"x" * 100), 0)])[0].outcome == Outcome.OK
     first.close()
     second.open()
     assert second.lookup([key(1), Key(bytes(32), bytes(32), 0, 1)]) == [True, False]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvkeep.l2 import raw_medium
-from kvkeep.l2.adapter import AdapterError, Key, Outcome
+from kvkeep.l2.adapter import AdapterError, Item, Key, Outcome
 from kvkeep.l2.raw_block import RawBlockAdapter
 from kvkeep.l2.raw_io import Engine, Finished, Transfer
 from kvkeep.l2.raw_layout import JOURNAL_START, SECOND_COPY, Geometry, blocks_of
@@ -210,7 +210,7 @@ def test_bytes_that_a_client_chose_are_never_taken_for_a_header(path: Path) -> N
         file.seek(offset)
         forged = file.read(8192)
     payload = forged * 64
-    assert adapter.store([(key(1), view(payload), 0)])[0].outcome == Outcome.OK
+    assert adapter.store([Item(key(1), view(payload), 0)])[0].outcome == Outcome.OK
     adapter.delete([key(1)])
     put(adapter, key(2), length=3000)  # class of one block: header places all over the old payload
     done(adapter)
@@ -313,7 +313,7 @@ def test_a_failed_write_is_a_result_with_its_errno_and_leaves_nothing(
     engine.fail = fail
     engine.sync_fails = number if what == "sync" else 0
     for _ in range(3):
-        results = adapter.store([(key(n), view(content(key(n))), 0) for n in (1, 2, 3)])
+        results = adapter.store([Item(key(n), view(content(key(n))), 0) for n in (1, 2, 3)])
         assert results[0].outcome == Outcome.OK
         for result in results[1:]:
             assert result.outcome == (Outcome.NO_SPACE if number == errno.ENOSPC else Outcome.IO_ERROR)
@@ -413,7 +413,7 @@ def test_without_eviction_a_full_medium_refuses_and_goes_on_when_there_is_room(p
     n = 0
     while put(adapter, key(n)) == [Outcome.OK]:
         n += 1
-    result = adapter.store([(key(n), view(content(key(n))), 0)])[0]
+    result = adapter.store([Item(key(n), view(content(key(n))), 0)])[0]
     assert (result.outcome, result.errno) == (Outcome.NO_SPACE, errno.ENOSPC)
     assert adapter.usage().objects == n
     adapter.delete([key(0)])
@@ -425,7 +425,7 @@ def test_many_small_objects_pass_through_a_small_journal(path: Path) -> None:
     """More history than the ring holds, several times over; tables move the tail."""
     adapter = opened(path)
     keys = [key(n) for n in range(64)]
-    data = [(one, view(content(one, 500)), 0) for one in keys]
+    data = [Item(one, view(content(one, 500)), 0) for one in keys]
     for _ in range(160):
         adapter.store(data)
         adapter.delete(keys)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from kvkeep.l2.adapter import Outcome
+from kvkeep.l2.adapter import Item, Outcome
 from kvkeep.l2.raw_block import RawBlockAdapter
 from kvkeep.l2.raw_io import Engine, Finished, Transfer
 from tests.l2.conformance import content, get, key, view
@@ -87,7 +87,7 @@ def lived(folder: Path, durability: str, steps: int) -> tuple[bytes, list[Event]
     for _ in range(steps):
         batch = list(range(number, number + chance.randint(1, 6)))
         number = batch[-1] + 1
-        results = adapter.store([(key(n), view(content(key(n), length_of(n))), 0) for n in batch])
+        results = adapter.store([Item(key(n), view(content(key(n), length_of(n))), 0) for n in batch])
         for n, result in zip(batch, results, strict=True):
             if result.outcome == Outcome.OK:
                 acknowledged.append((len(recorders[0].events), "stored", n))
@@ -143,7 +143,7 @@ def test_a_power_cut_leaves_each_object_valid_or_absent(folder: Path, durability
         assert adapter.usage().objects == len(good)
         adapter.check_integrity()
         fresh = key(10_000)
-        assert adapter.store([(fresh, view(content(fresh)), 0)])[0].outcome == Outcome.OK
+        assert adapter.store([Item(fresh, view(content(fresh)), 0)])[0].outcome == Outcome.OK
         assert get(adapter, fresh) == [Outcome.OK]
         adapter.close()
 
