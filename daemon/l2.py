@@ -57,6 +57,7 @@ class L2:
                 log_format=config.log_format,
             )
             mover.watch, mover.unwatch = self._watched, control.unwatch
+            mover.manifest_of = self._manifest_of
             self.movers.append(mover)
         every_bit = sum(mover.bit for mover in self.movers)
         self.stores = StoreController(
@@ -77,6 +78,10 @@ class L2:
         control.engine.prefetch = self.prefetch
         self._trust_tiers(adapters)
         self._reported: dict[str, str] = {}
+
+    def _manifest_of(self, digest: bytes) -> bytes:
+        found = self._arena.namespaces.find(digest)
+        return found.manifest if found is not None else b""
 
     def _watched(self, fd: int, callback: Callable[[], object]) -> None:
         def happened() -> None:
@@ -177,4 +182,4 @@ class L2:
 
 def _identity(adapter: dict[str, Any]) -> dict[str, Any]:
     """Of a configuration, what says which medium it is; the rest may change without the bytes being others."""
-    return {key: value for key, value in adapter.items() if key not in ("threads", "eviction")}
+    return {key: value for key, value in adapter.items() if key not in ("threads", "eviction", "serde")}

@@ -15,6 +15,8 @@ from kvkeep.l2 import jobs
 from kvkeep.l2.adapter import AdapterError
 from kvkeep.l2.mover import THREADS, Mover
 from kvkeep.l2.registry import create_adapter
+from kvkeep.l2.serde import chain_of
+from kvkeep.l2.serde_codec import Codec
 
 
 def main(argv: Sequence[str], beat: Callable[[], None]) -> int:
@@ -31,7 +33,11 @@ def main(argv: Sequence[str], beat: Callable[[], None]) -> int:
     threads = int(config.pop("threads", THREADS))
     try:
         adapter = create_adapter(config)
+        chain = chain_of(config)
+        if chain and not adapter.keeps_encodings:
+            raise AdapterError(f"the adapter '{adapter.type_name}' keeps plain bytes only: leave out 'serde'")
     except AdapterError as problem:
         channel.send(jobs.encode(jobs.Failed(str(problem)[:1000])))
         return 1
-    return Mover(options.name, adapter, channel, options.data_fd, options.data_bytes).run(beat, threads)
+    mover = Mover(options.name, adapter, channel, options.data_fd, options.data_bytes, Codec(chain))
+    return mover.run(beat, threads)

@@ -37,6 +37,7 @@ PROBE_DEADLINE_S = 5.0
 MEASURE_S = 2.0
 ROUND_PACKETS = 64  # read per round of the control loop
 RESEND_S = 0.01  # the channel was full
+MAX_DESCRIBED = 4096  # namespaces; then all are told again
 LONG_START_S = 15.0  # an adapter that opens for longer than this is a reason to say so
 
 log = logging.getLogger("kvkeep.movers")
@@ -90,6 +91,8 @@ class Mover:
         self.putting = self.getting = 0  # bytes in open jobs
         self.puts = 0  # open Put jobs
         self.on_serving: Callable[[Mover], None] = lambda mover: None  # from now on it may be given jobs (again)
+        self.manifest_of: Callable[[bytes], bytes] = lambda namespace: b""  # b"" = not known
+        self._described: set[bytes] | None = set() if config.get("serde") else None  # to this process; None = never
         self.watch: Callable[[int, Callable[[], object]], None] = lambda fd, callback: None
         self.unwatch: Callable[[int], None] = lambda fd: None
         self._since = time.monotonic()  # in this phase
@@ -165,6 +168,8 @@ class Mover:
         theirs.close()
         self.watch(self._ours.fileno(), self.receive)
         self._outbox.clear()
+        if self._described:
+            self._described.clear()
         if self._open:
             log.warning("%s died with %d jobs", self.name, len(self._open))
         for open_job in list(self._open.values()):
@@ -195,8 +200,21 @@ class Mover:
         elif isinstance(job, j.Get):
             self.getting += nbytes
         self._active = True
+        if isinstance(job, j.Put):
+            self._describe(job.namespace)
         self._outbox.append(j.encode(job))
         self._flush()
+
+    def _describe(self, namespace: bytes) -> None:
+        """A serde has to know what the bytes are; one that is not told passes over what it does not understand."""
+        if self._described is None or namespace in self._described:
+            return
+        if len(self._described) >= MAX_DESCRIBED:
+            self._described.clear()
+        self._described.add(namespace)
+        packet = j.encode(j.Describe(namespace, self.manifest_of(namespace)))
+        if len(packet) <= j.MAX_PACKET:
+            self._outbox.append(packet)
 
     def _flush(self) -> None:
         while self._outbox:

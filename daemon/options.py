@@ -174,13 +174,17 @@ def _adapters(option: Option, raw: Any) -> tuple[str, ...]:
 
 def _check_adapter(config: dict[str, Any]) -> None:
     """By the registry's own word.  What a third party wrote is not imported here, its mover will say what is wrong."""
-    from kvkeep.l2 import registry
+    from kvkeep.l2 import registry, serde
     from kvkeep.l2.adapter import AdapterError
 
     threads = config.pop("threads", 4)
     if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= 64:
         raise ValueError(f"'threads' is {threads!r}: give 1 to 64")
     kind = config.get("type")
+    try:
+        serde.check(config)
+    except AdapterError as problem:
+        raise ValueError(str(problem)) from None
     if kind == registry.PLUGIN or (kind not in registry.BUILT_IN and kind in registry.adapter_types()):
         return
     try:

@@ -38,7 +38,10 @@ class FaultInjectAdapter(Adapter):
         from kvkeep.l2.registry import create_adapter  # the registry knows this module
 
         options = Options("fault_inject", config)
-        self.inner = create_adapter(options.table("inner"))
+        inner = options.table("inner")
+        if "serde" in inner:
+            raise AdapterError("fault_inject: 'inner' has a 'serde', which is the mover's: give it beside 'inner'")
+        self.inner = create_adapter(inner)
         self._schedule = Schedule(rules_of(options), options.count("seed", 0), OPERATIONS)
         options.done()
         self.counters: Counter[str] = self.inner.counters

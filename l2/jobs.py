@@ -82,6 +82,14 @@ class Get(Extents, frozen=True, tag="get"):
     pass
 
 
+class Describe(msgspec.Struct, frozen=True, array_like=True, tag="describe"):
+    """No job, and not answered: what a namespace is, said once to each process before the first Put of it, if its
+    adapter has a serde (which needs to know what the bytes are)."""
+
+    namespace: bytes
+    manifest: bytes
+
+
 class Drop(Chunks, frozen=True, tag="drop"):
     """Answer: OK for every chunk, there or not."""
 
@@ -126,11 +134,11 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
 Message: TypeAlias = Ready | Failed | Answer
 
 encode = msgspec.msgpack.Encoder().encode
-_jobs: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AnyJob)
+_jobs: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AnyJob | Describe)
 _messages: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Message)
 
 
-def decode_job(packet: bytes) -> AnyJob:
+def decode_job(packet: bytes) -> AnyJob | Describe:
     return _jobs.decode(packet)  # type: ignore[no-any-return]
 
 

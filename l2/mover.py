@@ -11,6 +11,9 @@ order of `_RANK` and call the adapter; each job gets exactly one `Answer`. See j
 * A worker that the medium never lets go of (STALL_S past its deadline) stops the heart beat, so that control kills
   this process: the only way to get the extents of such a job back.
 * EOF on the channel is the end of control, and of this process.
+* With a serde (serde_codec.py) payloads are encoded and decoded by the worker that has the job, within its deadline.
+  Memory for it, per worker: one slice or one batch of objects at rest, SLICE_BYTES or one chunk if that is larger, and
+  three copies of the object at hand.
 """
 
 from __future__ import annotations
@@ -23,16 +26,17 @@ import signal
 import socket
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from kvkeep.l2 import jobs as j
-from kvkeep.l2.adapter import Adapter, AdapterError, Item, Key, Outcome, Result
+from kvkeep.l2.adapter import OK, Adapter, AdapterError, Fetched, Item, Key, Outcome, Result
 from kvkeep.l2.jobs import Code
+from kvkeep.l2.serde_codec import Codec, NotEncoded
 
 THREADS = 4
 SLICE_BYTES = 16 << 20  # of a store: how long a load may have to wait for one
@@ -50,14 +54,26 @@ _PROBE_BYTES = 4096
 log = logging.getLogger("kvkeep.mover")
 
 
+R = TypeVar("R", Result, Fetched)
+
+
 class _Terminated(Exception):
     pass
 
 
 class Mover:
-    def __init__(self, name: str, adapter: Adapter, channel: socket.socket, data_fd: int, data_bytes: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        adapter: Adapter,
+        channel: socket.socket,
+        data_fd: int,
+        data_bytes: int,
+        codec: Codec | None = None,
+    ) -> None:
         self.name = name
         self._adapter = adapter
+        self._codec = codec or Codec()
         self._channel = channel
         self._data = memoryview(mmap.mmap(data_fd, data_bytes))
         self._lock = threading.Lock()
@@ -99,6 +115,9 @@ class Mover:
             if not packet:
                 return
             job = j.decode_job(packet)
+            if isinstance(job, j.Describe):
+                self._codec.learn(job.namespace, job.manifest)
+                continue
             with self._changed:
                 self._waiting[_RANK[type(job)]].append(job)
                 self._changed.notify()
@@ -132,6 +151,7 @@ class Mover:
 
     def _open(self, threads: int) -> None:
         try:
+            self._codec.open()
             self._adapter.open()
             usage = self._usage()
         except Exception as e:
@@ -193,15 +213,40 @@ class Mover:
             self._adapter.delete(list(_keys(job)))
             self._answer(job, [Code.OK] * n)
         elif isinstance(job, j.Measure):
-            self._answer(
-                job, [Code.OK], usage=self._usage(), counters=dict(self._adapter.counters.most_common(MAX_COUNTERS))
-            )
+            counters = Counter(dict(self._codec.counters) | dict(self._adapter.counters))
+            self._answer(job, [Code.OK], usage=self._usage(), counters=dict(counters.most_common(MAX_COUNTERS)))
         elif isinstance(job, j.Probe):
             self._probe(job)
 
     def _load(self, job: j.Get) -> None:
         items = list(zip(_keys(job), self._views(job), strict=True))
-        self._answer_results(job, self._persist(self._adapter.load, items, job.deadline))
+        results: list[Result | None] = [None] * len(items)
+        fetch = list(range(len(items)))
+        if not self._codec.chain:  # else most of what is there is encoded
+            results = list(self._persist(self._adapter.load, items, job.deadline))
+            fetch = [i for i, result in enumerate(results) if result and result.outcome == Outcome.ENCODED]
+        step = max(1, SLICE_BYTES // job.shard_bytes)
+        for start in range(0, len(fetch), step):
+            batch = fetch[start : start + step]
+            for i, result in zip(batch, self._decoded([items[i] for i in batch], job.deadline), strict=True):
+                results[i] = result
+        self._answer_results(job, results)
+
+    def _decoded(self, items: list[tuple[Key, memoryview]], deadline: float) -> list[Result | None]:
+        """Fetch as they are at rest, and decode into the views.  None = there was no time left."""
+        if time.monotonic() >= deadline:
+            return [None] * len(items)
+        wanted = [(key, self._codec.most_stored(len(into))) for key, into in items]
+        results: list[Result | None] = []
+        for (key, into), fetched in zip(items, self._persist(self._adapter.fetch, wanted, deadline), strict=True):
+            if time.monotonic() >= deadline:
+                results.append(None)
+                continue
+            result = self._codec.decode(key, fetched, into)
+            if result.outcome == Outcome.CORRUPT and fetched.outcome == Outcome.OK:
+                self._adapter.delete([key])
+            results.append(result)
+        return results
 
     def _store(self, job: j.Put) -> None:
         n = j.chunk_count(job)
@@ -209,14 +254,34 @@ class Mover:
         items = [Item(*one) for one in zip(_keys(job), self._views(job), sums, strict=True)]
         per_slice = max(1, SLICE_BYTES // (job.shard_bytes * job.shards)) * job.shards
         cuts = [*range(0, len(items), per_slice), len(items)]
-        results: list[Result] = []
+        results: list[Result | None] = []
         for start, end in pairwise(cuts):
             if start:
                 self._step_aside(job.deadline)
             if start and (self._stopping or time.monotonic() >= job.deadline):
                 break
-            results += self._persist(self._adapter.store, items[start:end], job.deadline)
+            results += self._encoded_store(items[start:end], job.deadline)
         self._answer_results(job, results)
+
+    def _encoded_store(self, items: list[Item], deadline: float) -> Sequence[Result | None]:
+        """None = there was no time left for this one."""
+        if not self._codec.chain:
+            return self._persist(self._adapter.store, items, deadline)
+        # What is there need not be encoded again.
+        there = self._adapter.lookup([item.key for item in items])
+        results: list[Result | None] = [OK if yes else None for yes in there]
+        encoded: dict[int, Item] = {}
+        for i, item in enumerate(items):
+            if there[i] or time.monotonic() >= deadline:
+                continue
+            try:
+                encoded[i] = self._codec.encode(item)
+            except NotEncoded as reason:
+                results[i] = reason.result
+        stored = self._persist(self._adapter.store, list(encoded.values()), deadline) if encoded else []
+        for i, result in zip(encoded, stored, strict=True):
+            results[i] = result
+        return results
 
     def _step_aside(self, deadline: float) -> None:
         until = min(deadline, time.monotonic() + MAX_ASIDE_S)
@@ -225,7 +290,7 @@ class Mover:
                 lambda: self._stopping or not self._loads_about(), max(0.0, until - time.monotonic())
             )
 
-    def _persist(self, call: Callable[[list[Any]], list[Result]], items: list[Any], deadline: float) -> list[Result]:
+    def _persist(self, call: Callable[[list[Any]], list[R]], items: list[Any], deadline: float) -> list[R]:
         """The adapter's batch call; what failed by a fault of the medium is tried again."""
         results = self._guarded(call, items)
         for delay in RETRY_DELAYS_S:
@@ -237,7 +302,7 @@ class Mover:
                 results[i] = result
         return results
 
-    def _guarded(self, call: Callable[[list[Any]], list[Result]], items: list[Any]) -> list[Result]:
+    def _guarded(self, call: Callable[[list[Any]], list[R]], items: list[Any]) -> list[R]:
         try:
             results = call(items)
         except Exception:
@@ -276,15 +341,17 @@ class Mover:
                     raise ValueError(f"an extent at {start} lies outside the arena")
                 yield view
 
-    def _answer_results(self, job: j.Put | j.Get, results: list[Result]) -> None:
-        """A chunk is OK when all its shards are; otherwise it is what its first bad shard is."""
+    def _answer_results(self, job: j.Put | j.Get, results: Sequence[Result | None]) -> None:
+        """A chunk is OK when all its shards are; otherwise it is what its first bad shard is.  None = no time left."""
         codes: list[Code] = []
         for i in range(j.chunk_count(job)):
             shards = results[i * job.shards : (i + 1) * job.shards]
-            bad = next((r for r in shards if r.outcome != Outcome.OK), None)
-            codes.append(Code.EXPIRED if not shards else Code.OK if bad is None else Code(bad.outcome))
-        worst = next((r for r in results if r.outcome in _FAULTS), None)
-        worst = worst or next((r for r in results if r.outcome not in (Outcome.OK, Outcome.MISS)), Result(Outcome.OK))
+            bad = next((r for r in shards if r is None or r.outcome != Outcome.OK), None)
+            late = not shards or None in shards
+            codes.append(Code.EXPIRED if late else Code.OK if bad is None else Code(bad.outcome))
+        known = [r for r in results if r is not None]
+        worst = next((r for r in known if r.outcome in _FAULTS), None)
+        worst = worst or next((r for r in known if r.outcome not in (Outcome.OK, Outcome.MISS)), Result(Outcome.OK))
         self._answer(job, codes, errno=worst.errno, detail=worst.detail)
 
     def _answer(

@@ -15,12 +15,14 @@ import mmap
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvkeep.l2.adapter import Adapter, Item, Key, Outcome
+from kvkeep.l2.adapter import Adapter, Encoding, Item, Key, Outcome
 from kvkeep.l2.record import payload_checksum
+from tests.l2 import serdes
 
 MIB = 1 << 20
 OBJECT = 256 * 1024
@@ -82,6 +84,20 @@ def get(adapter: Adapter, *keys: Key, length: int = OBJECT) -> list[Outcome]:
 
 
 OK, MISS = Outcome.OK, Outcome.MISS
+HALF = Encoding(OBJECT, (40_000, 7), b"params\1")  # of serdes that nobody has: an adapter asks nothing about them
+
+
+def put_encoded(adapter: Adapter, of: Key, length: int, encoding: Encoding = HALF) -> Outcome:
+    """The payload at rest is the oracle's, of ``length``."""
+    return adapter.store([Item(of, view(content(of, length)), 0, encoding)])[0].outcome
+
+
+def fetched(adapter: Adapter, of: Key, length: int, most: int = 2 * OBJECT) -> Encoding | None:
+    """Must be there with these bytes; returns its encoding, parameters without the padding."""
+    (one,) = adapter.fetch([(of, most)])
+    assert one.outcome == OK
+    assert bytes(one.payload) == content(of, length), "OK with wrong bytes"
+    return one.encoding and one.encoding._replace(params=one.encoding.params.rstrip(b"\0"))
 
 
 class AdapterConformance:
@@ -283,6 +299,85 @@ class AdapterConformance:
         assert adapter.usage() == empty
         assert put(adapter, key(1)) == [OK]
         assert get(adapter, key(1)) == [OK]
+
+    # ---- encoded -----------------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("length", [1, 4096, 70_001, OBJECT - 4096, OBJECT - 1, OBJECT, OBJECT + 16])
+    def test_encoded_bytes_are_never_given_as_plain_ones(self, adapter: Adapter, length: int) -> None:
+        assert put_encoded(adapter, key(1), length) == OK
+        assert put(adapter, key(2)) == [OK]
+        assert adapter.lookup([key(1)]) == [True]
+        for wanted in (OBJECT, length, 5000):
+            results = adapter.load([(key(1), view(wanted)), (key(2), view(OBJECT))])
+            assert [result.outcome for result in results] == [Outcome.ENCODED, OK]
+        assert fetched(adapter, key(1), length) == HALF
+        assert fetched(adapter, key(2), OBJECT) is None
+        assert adapter.counters["corrupt"] == 0
+
+    def test_a_fetch_answers_per_item_and_no_more_than_is_wanted(self, adapter: Adapter) -> None:
+        put_encoded(adapter, key(1), 5000)
+        put(adapter, key(2), length=3000)
+        asked = [(key(1), 4999), (key(3), OBJECT), (key(2), 3000), (key(2), 2999), (key(1), 5000)]
+        answers = adapter.fetch(asked)
+        assert [one.outcome for one in answers] == [MISS, MISS, OK, MISS, OK]
+        assert all(len(one.payload) <= most for one, (_, most) in zip(answers, asked, strict=True))
+        assert adapter.lookup([key(1), key(2)]) == [True, True]
+        assert adapter.fetch([]) == []
+
+    def test_storing_what_is_there_in_another_encoding_is_ok_and_writes_nothing(self, adapter: Adapter) -> None:
+        assert put_encoded(adapter, key(1), 9000) == OK
+        assert put(adapter, key(2)) == [OK]
+        before = adapter.usage()
+        assert put(adapter, key(1)) == [OK]
+        assert put_encoded(adapter, key(2), 9000) == OK
+        assert put_encoded(adapter, key(1), 40_000, HALF._replace(serdes=(1,))) == OK
+        assert adapter.usage() == before
+        assert fetched(adapter, key(1), 9000) == HALF
+        assert get(adapter, key(2)) == [OK]
+
+    def test_what_is_used_is_what_is_stored(self, adapter: Adapter) -> None:
+        empty = adapter.usage().bytes_used
+        put_encoded(adapter, key(1), 9000)
+        assert 9000 <= adapter.usage().bytes_used - empty < OBJECT // 2
+        assert dict(adapter.list(b"", 10).objects) == {key(1): 9000}
+
+    @pytest.mark.parametrize(("part", "at"), [("header", 88), ("header", 112), ("header", 120), ("payload", 0)])
+    def test_a_flipped_bit_in_an_encoded_object_is_a_counted_miss(
+        self, medium: Medium, adapter: Adapter, part: str, at: int
+    ) -> None:
+        put_encoded(adapter, key(1), 9000)
+        medium.flip(adapter, key(1), part, at)
+        assert adapter.fetch([(key(1), OBJECT)])[0].outcome == Outcome.CORRUPT
+        assert adapter.counters["corrupt"] == 1
+        assert adapter.lookup([key(1)]) == [False]
+
+    def test_a_restart_keeps_encodings(self, medium: Medium, opened: Callable[..., object]) -> None:
+        if not medium.persistent:
+            pytest.skip("this medium forgets")
+        with opened() as adapter:
+            put_encoded(adapter, key(1), 9000)
+        with opened() as adapter:
+            assert adapter.load([(key(1), view(OBJECT))])[0].outcome == Outcome.ENCODED
+            assert fetched(adapter, key(1), 9000) == HALF
+
+    @pytest.mark.parametrize("chain", serdes.CHAINS, ids="+".join)
+    def test_what_a_chain_of_serdes_stored_comes_back(
+        self, medium: Medium, adapter: Adapter, chain: tuple[str, ...], tmp_path: Path
+    ) -> None:
+        codec = serdes.codec(chain, tmp_path)
+        for number in (1, 2):
+            plain = serdes.kv(key(number), OBJECT)
+            assert adapter.store([codec.encode(Item(key(number), view(plain)))])[0].outcome == OK
+        medium.flip(adapter, key(2), "payload", 1000)
+        for number, outcome in ((1, OK), (2, Outcome.CORRUPT)):
+            into = view(OBJECT)
+            (one,) = adapter.fetch([(key(number), codec.most_stored(OBJECT))])
+            assert codec.decode(key(number), one, into).outcome == outcome
+            plain = serdes.kv(key(number), OBJECT)
+            if outcome == OK and chain[0] == "fp8":
+                assert serdes.within_bound(plain, bytes(into))
+            elif outcome == OK:
+                assert bytes(into) == plain, "fp8 behind another serde changes nothing"
 
     # ---- at once -----------------------------------------------------------------------------------------------------
 
