@@ -39,7 +39,7 @@ test-main: $(VENV)/.dev
 	$(VENV)/bin/python $(PYTEST) -n $(JOBS) --ignore=tests/vllm $(ARGS)
 
 test-vllm: $(VLLM_VENV)/.installed
-	$(VLLM_VENV)/bin/python $(PYTEST) tests/vllm tests/ipc/test_client.py -k "vllm or torch" $(ARGS)
+	$(VLLM_VENV)/bin/python $(PYTEST) tests/vllm tests/ipc/test_client.py tests/ipc/test_kvstore.py -k "vllm or torch" $(ARGS)
 
 soak: $(VENV)/.dev $(VLLM_VENV)/.installed
 	$(VENV)/bin/python -m pytest -m soak --ignore=tests/vllm $(ARGS)

@@ -153,12 +153,20 @@ class Reservation:
 
     def commit(self, ok: Sequence[bool] | None = None, *, deadline_s: float = COMMIT_DEADLINE_S) -> list[Outcome]:
         """Seal what is complete: one bool per granted chunk, None = all.  LOST = it will not be found."""
+        attachment, request = self._attachment, self.commit_request(ok)
+        if request is None or attachment is None:
+            return [Outcome.LOST] * len(self.granted)
+        return self.committed(self._session.call(attachment, request, deadline_s), sent=self._session.sent())
+
+    def commit_request(self, ok: Sequence[bool] | None = None) -> m.Commit | None:
+        """The first half of `commit`, for callers that send many at once: the request, None = there is nothing to
+        commit.  From here on the reservation is over; `committed` must follow."""
         count = len(self.granted)
         if ok is not None and len(ok) != count:
             raise ValueError(f"{len(ok)} results for {count} granted chunks")
         attachment, arena = self._attachment, self._arena
         if not self._open or attachment is None or arena is None:
-            return [Outcome.LOST] * count
+            return None
         results = b"\x01" * count if ok is None else bytes(map(bool, ok))
         sums = b""
         if self._checksums:
@@ -167,11 +175,15 @@ class Reservation:
                     views = self.views
                     sums = np.array([xxhash.xxh3_64_intdigest(v.data) for v in views], "<u8").tobytes()
         self._open = False
-        request = m.Commit(attachment.lease, attachment.epoch, self.handle, results, sums)
-        reply = self._session.call(attachment, request, deadline_s)
+        return m.Commit(attachment.lease, attachment.epoch, self.handle, results, sums)
+
+    def committed(self, reply: m.AnyReply | None, *, sent: bool) -> list[Outcome]:
+        """The second half: what the answer to `commit_request` says.  ``sent``: whether the request left us at all."""
+        count = len(self.granted)
         if isinstance(reply, m.CommitReply) and len(reply.outcomes) == count:
             return [_OUTCOMES.get(o, Outcome.LOST) for o in reply.outcomes]
-        if not self._session.sent():  # else the daemon will find it, whenever it looks
+        attachment = self._attachment
+        if not sent and attachment is not None:  # else the daemon will find it, whenever it looks
             self._session.returns.give_back(attachment, m.Abort(attachment.lease, attachment.epoch, self.handle))
         return [Outcome.LOST] * count
 

@@ -258,6 +258,10 @@ class Key(NamedTuple):
             parts.append(f"{name}%{value}")
         return "@".join(parts)
 
+    def layers(self, count: int) -> list[Key]:
+        """The keys of this chunk's layers 0 to ``count - 1``: each is a key of its own."""
+        return [self._replace(layer=layer) for layer in range(count)]
+
     @classmethod
     def from_string(cls, text: str) -> Key:
         """Raises ValueError with one sentence; ``from_string(k.to_string()) == k``."""
