@@ -256,6 +256,7 @@ class Control:
             meta_bytes=len(self.segments.meta),
             data_bytes=geometry.data_bytes,
             chunk_tokens=self.config.chunk_size,
+            l2=bool(self.config.l2_adapter),
         )
         return Admission(welcome, fds)
 

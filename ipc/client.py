@@ -90,26 +90,38 @@ class Client:
         return client
 
     @property
+    def _alive(self) -> Attachment | None:
+        """The current attachment; None from the moment on that its end was noticed, whoever noticed it."""
+        attachment = self._session.attachment
+        return attachment if attachment is not None and attachment.alive else None
+
+    @property
     def attached(self) -> bool:
-        return self._session.attachment is not None
+        return self._alive is not None
 
     @property
     def hung(self) -> bool:
         """Attached, but a deadline expired and the daemon has not answered since: everything is a miss."""
-        attachment = self._session.attachment
+        attachment = self._alive
         return attachment is not None and attachment.hung
 
     @property
     def epoch(self) -> int:
         """Of the current attachment; 0 = none."""
-        attachment = self._session.attachment
+        attachment = self._alive
         return attachment.epoch if attachment is not None else 0
 
     @property
     def chunk_tokens(self) -> int:
         """The daemon's default, for callers that have none of their own; 0 = not attached."""
-        attachment = self._session.attachment
+        attachment = self._alive
         return attachment.welcome.chunk_tokens if attachment is not None else 0
+
+    @property
+    def has_l2(self) -> bool:
+        """The daemon may find in L2 what L1 lacks, for a lookup with ``wait_s``."""
+        attachment = self._alive
+        return attachment is not None and attachment.welcome.l2
 
     @property
     def eventfd(self) -> int:
@@ -125,7 +137,7 @@ class Client:
     @property
     def state(self) -> str:
         """One line for logs: attached, or why not."""
-        attachment = self._session.attachment
+        attachment = self._alive
         if attachment is None:
             return f"not attached to {self._session.where()}: {self._session.last_error}"
         return f"attached to {self._session.where()}, epoch {attachment.epoch}" + ", hung" * attachment.hung

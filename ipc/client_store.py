@@ -224,11 +224,12 @@ def reservation_of(
 ) -> Reservation:
     """Every field of a StoreReply checked; one that cannot be right is given back and counts as no answer."""
     arena = attachment.arena
+    if arena is None:  # the daemon ended right after it had answered
+        return Reservation(session)
     offsets = np.frombuffer(reply.offsets, "<u8") if len(reply.offsets) % 8 == 0 else None
     granted = reply.verdicts.count(int(Verdict.GRANTED))
     if (
-        arena is not None
-        and offsets is not None
+        offsets is not None
         and len(reply.verdicts) == chunks
         and (not chunks or max(reply.verdicts) < len(Verdict))
         and len(offsets) == granted

@@ -90,6 +90,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     meta_bytes: int
     data_bytes: int
     chunk_tokens: int  # the daemon's default; a namespace may say otherwise
+    l2: bool = False  # a lookup that waits may find more than what L1 has
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):

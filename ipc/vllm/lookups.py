@@ -67,6 +67,7 @@ class _State:
     active: Active | None = None  # that it was asked under
     pending: Any = None  # PendingLookup while WAITING
     lookup: Any = None  # Lookup while READY
+    patience_s: float = 0.0
     deadline: float = 0.0  # from the first question on: time in the queue does not count
     early: bool = False
     failed: bool = False  # a load failed: no hit for this request ever again
@@ -77,6 +78,7 @@ class Lookups:
     def __init__(self, client: Any, options: Options, guard: Guard, counters: Counter[str]) -> None:
         self._client, self._guard, self._counters = client, guard, counters
         self._patience_s = options.lookup_deadline_ms / 1000
+        self._l2_wait_s = options.l2_wait_ms / 1000
         self._states: dict[str, _State] = {}
         self._early = 0
         self._grace_s = GRACE_OF_A_STEP_S
@@ -169,14 +171,16 @@ class Lookups:
             return
         hashes = active.chain(request, request.num_tokens // active.chunk_tokens)
         if hashes:
-            state.pending = self._client.begin_lookup(active.namespace, hashes)
+            wait_s = self._l2_wait_s if self._client.has_l2 else 0.0
+            state.pending = self._client.begin_lookup(active.namespace, hashes, wait_s=wait_s)
+            state.patience_s = self._patience_s + wait_s
             state.phase = Phase.WAITING
             self._counters["lookups"] += 1
 
     def _answered(self, state: _State) -> bool:
         lookup, now = state.pending.poll(), time.monotonic()
         if lookup is None and state.deadline == 0.0:
-            state.deadline = now + self._patience_s
+            state.deadline = now + state.patience_s
             lookup = self._wait_a_moment(state.pending, now)
         if lookup is None and now < state.deadline:
             return False

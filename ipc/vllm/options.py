@@ -20,6 +20,7 @@ class Options:
     chunk_tokens: int = 0  # 0 = the daemon's default
     store_generated: bool = True
     lookup_deadline_ms: float = 100.0
+    l2_wait_ms: float = 1000.0  # on top of it, when the daemon has L2
     transfer_deadline_s: float = 5.0  # of one load or one store, waiting in the queue included
     pinned_fraction: float = 0.25  # of the engine's KV blocks may be held for stores in flight
     load_threads: int = 2
@@ -32,6 +33,7 @@ class OptionError(ValueError):
 _RANGES: dict[str, tuple[float, float]] = {
     "chunk_tokens": (0, 1 << 20),
     "lookup_deadline_ms": (0, 60_000),
+    "l2_wait_ms": (0, 60_000),
     "transfer_deadline_s": (0.001, 3600),
     "pinned_fraction": (0, 1),
     "load_threads": (1, 64),

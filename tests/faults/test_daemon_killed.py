@@ -61,12 +61,13 @@ def busy(
         else:
             found = kv.lookup(ns, packed, deadline_s=DEADLINE_S)
             took = time.monotonic() - began
-            undisturbed = kv.epoch == epoch != 0 and kv.counters["late_calls"] == late
+            undisturbed = kv.epoch == epoch != 0 and kv.counters["late_calls"] == late and not kv.hung
             if undisturbed and found.ready < min(count, sealed.get(mine, 0)):
                 # A daemon that has died just now is a miss too.  What is lost stays lost: nobody else stores it.
                 time.sleep(0.1)
                 again = kv.lookup(ns, packed, readers=0, deadline_s=DEADLINE_S)
-                if kv.epoch == epoch and kv.counters["late_calls"] == late and again.ready < min(count, sealed[mine]):
+                undisturbed = kv.epoch == epoch and kv.counters["late_calls"] == late and not kv.hung
+                if undisturbed and again.ready < min(count, sealed[mine]):
                     seen["lost"].append((mine, found.ready, again.ready, sealed[mine]))
             loaded, wrong = read(kv, ns, packed, found)
             seen["loaded"] += loaded

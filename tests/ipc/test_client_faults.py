@@ -16,7 +16,7 @@ import pytest
 from kvkeep.ipc import client_session
 from kvkeep.ipc import messages as m
 from kvkeep.ipc.client import Client, Namespace
-from kvkeep.ipc.client_store import Stored
+from kvkeep.ipc.client_store import Stored, reservation_of
 from kvkeep.ipc.errors import ProtocolError, Unavailable
 from kvkeep.shm import layout
 from tests.ipc.conftest import SIZE, at_epoch, content, eventually, hashes
@@ -503,3 +503,22 @@ def test_restarts_under_load_never_give_wrong_bytes_or_errors(fake: FakeDaemon) 
         assert hits[0] > 0
         assert works(kv, ns)
         eventually(lambda: not fake.lookups and not fake.stores)
+
+
+def test_a_daemon_that_ends_right_after_its_answer_made_no_protocol_error(kv: Client, ns: Namespace) -> None:
+    attachment = kv._session.attachment
+    assert attachment is not None
+    reply = m.StoreReply(attachment.epoch, 1, ns.shard_bytes, bytes(1), bytes(8), -1)
+    attachment.arena = None  # as the session's thread does when the connection ends
+    reservation = reservation_of(kv._session, attachment, reply, chunks=1, start=0, length=ns.shard_bytes)
+    assert not reservation.available
+    assert kv.counters["protocol_errors"] == 0
+
+
+def test_a_client_is_not_attached_any_more_as_soon_as_anybody_noticed_the_end(kv: Client) -> None:
+    """A caller that meets the end must not be told afterwards that its miss was an attached daemon's answer."""
+    attachment = kv._session.attachment
+    assert attachment is not None
+    assert kv.epoch == attachment.epoch
+    attachment.alive = False
+    assert (kv.attached, kv.epoch, kv.hung) == (False, 0, False)

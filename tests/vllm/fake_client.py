@@ -52,6 +52,7 @@ class FakeDaemon:
 
 class FakeClient:
     hung = False
+    has_l2 = False
 
     def __init__(self, daemon: FakeDaemon) -> None:
         self.daemon = daemon

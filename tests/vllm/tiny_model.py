@@ -10,10 +10,11 @@ from pathlib import Path
 
 VOCABULARY = 512
 MAX_TOKENS = 4096
+WIDE_BYTES_PER_TOKEN = 16 * 2 * 8 * 128 * 4  # of KV: layers, K and V, heads, head size, float32
 
 
-def build(folder: Path, *, seed: int = 7) -> Path:
-    """Write the model and a tokenizer of whole words (``t0`` .. ``t511``) into `folder`."""
+def build(folder: Path, *, seed: int = 7, wide: bool = False) -> Path:
+    """Write the model and a tokenizer of whole words (``t0`` .. ``t511``) into `folder`.  ``wide``: much KV a token."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -22,10 +23,10 @@ def build(folder: Path, *, seed: int = 7) -> Path:
         vocab_size=VOCABULARY,
         hidden_size=64,
         intermediate_size=160,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
+        num_hidden_layers=16 if wide else 3,
+        num_attention_heads=8 if wide else 4,
+        num_key_value_heads=8 if wide else 2,
+        head_dim=128 if wide else 32,
         max_position_embeddings=MAX_TOKENS,
         initializer_range=0.3,
         tie_word_embeddings=False,
