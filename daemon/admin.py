@@ -1,4 +1,4 @@
-"""Management operations: PIN, UNPIN, DELETE, CLEAR, LIST, STATS, CHECK, and the status document.
+"""Management operations: PIN, UNPIN, DELETE, CLEAR, L2, LIST, STATS, CHECK, and the status document.
 
 Those that destroy or pause need an allowed uid.  What would take long runs as a job, a bounded piece per round of the
 control loop, and its reply is sent when the job ends.
@@ -12,7 +12,7 @@ import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +20,13 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvkeep.daemon import l2
+from kvkeep.daemon import l2, l2_manage
 from kvkeep.daemon.engine import Engine, Refusal
 from kvkeep.daemon.sessions import References, Session
 from kvkeep.ipc import messages as m
 from kvkeep.ipc.messages import ErrorCode
 from kvkeep.shm.layout import State
+from kvkeep.shm.namespaces import Namespace
 
 if TYPE_CHECKING:
     from kvkeep.daemon.l2 import L2
@@ -58,6 +59,7 @@ class Admin:
         self.name, self.version = name, version
         self.started = time.monotonic()
         self.l2: L2 | None = None
+        self.send: Callable[[bytes, bytes, m.AnyReply], None] = lambda *_: None  # for replies that come later
         self.reasons: dict[str, str] = {}  # why health is degraded, by source
         self._admins = {0, os.geteuid(), *admin_uids}
         self._pins: dict[int, Pinned] = {}
@@ -69,6 +71,7 @@ class Admin:
                 m.Unpin: self.unpin,
                 m.Delete: self.delete,
                 m.Clear: self.clear,
+                m.Manage: self.manage,
                 m.Stats: self.stats,
                 m.List: self.listing,
                 m.Check: self.check,
@@ -136,23 +139,84 @@ class Admin:
         for pin in [pin for pin, pinned in self._pins.items() if pinned.expires <= now]:
             self._pins.pop(pin).references.trim(0)
 
-    def delete(self, session: Session, request: m.Delete, *_: bytes) -> m.AnyReply:
+    def delete(self, session: Session, request: m.Delete, identity: bytes, request_id: bytes) -> m.AnyReply | None:
         self._only_admins(session)
         namespace = self.engine.namespace_of(session, request.namespace)
-        keys = np.frombuffer(request.hashes[: len(request.hashes) // 32 * 32], dtype=np.uint64).reshape(-1, 4)
-        found = self.engine.arena.index.find(keys[: m.MAX_CHUNKS], namespace.id).entries
-        return m.Ok(self.engine.epoch, self.engine.arena.drop(np.unique(found[found >= 0])))
+        hashes = request.hashes[: min(len(request.hashes) // 32, m.MAX_CHUNKS) * 32]
+        keys = np.frombuffer(hashes, dtype=np.uint64).reshape(-1, 4)
+        if self.l2 is None or request.l1_only or not len(keys):
+            return m.Ok(self.engine.epoch, self._drop(self._found(namespace, keys)))
+        if problem := self.l2.forget.room_for(len(keys)):
+            raise Refusal(ErrorCode.LIMIT, problem)
+
+        def drop() -> Iterator[int]:
+            found = self._found(namespace, keys)
+            dropped = self._drop(found)
+            removal.in_use += self._keep_from_l2(found, namespace.id)
+            yield dropped
+
+        answer = self._answer(identity, request_id)
+        removal = self.l2.forget.begin(namespace.digest, namespace.shards, hashes, drop(), answer)
+        return None
+
+    def _found(self, namespace: Namespace, keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+        if self.engine.arena.namespaces.get(namespace.id) is not namespace:
+            return np.empty(0, dtype=np.int64)
+        found = self.engine.arena.index.find(keys, namespace.id).entries
+        return np.unique(found[found >= 0])
+
+    def _drop(self, entries: npt.NDArray[np.int64]) -> int:
+        """Tails first, as far as recency tells, so that what stays has its head."""
+        return self.engine.arena.drop(entries[np.argsort(self.engine.arena.table.recency[entries])])
+
+    def _keep_from_l2(self, entries: npt.NDArray[np.int64], namespace: int) -> int:
+        """Those of ``entries`` that were in use stay in L1, but go to L2 no more.  Returns how many."""
+        table = self.engine.arena.table
+        left = entries[(table.state[entries] == State.SEALED) & (table.namespace[entries] == namespace)]
+        assert self.l2 is not None
+        table.tiers[left] |= np.uint32(self.l2.every_bit)
+        return len(left)
+
+    def _answer(self, identity: bytes, request_id: bytes) -> Callable[[int, dict[str, Any]], None]:
+        def answer(dropped: int, report: dict[str, Any]) -> None:
+            self.send(identity, request_id, m.Ok(self.engine.epoch, dropped, json.dumps(report).encode()))
+
+        return answer
 
     def clear(self, session: Session, request: m.Clear, identity: bytes, request_id: bytes) -> m.AnyReply | None:
         self._only_admins(session)
-        if request.namespace and self.engine.arena.namespaces.get(request.namespace) is None:
+        namespaces = self.engine.arena.namespaces
+        namespace = namespaces.find(request.digest) if request.digest else namespaces.get(request.namespace)
+        if request.namespace and namespace is None:
             raise Refusal(ErrorCode.UNKNOWN_NAMESPACE, f"namespace {request.namespace} does not exist; see `kvkeep ls`")
-        self._jobs.append((identity, request_id, self._clearing(request.namespace)))
+        if len(request.digest) not in (0, 32):
+            raise Refusal(ErrorCode.BAD_REQUEST, f"a digest of {len(request.digest)} bytes; it has 32")
+        number = namespace.id if namespace is not None else -1 if request.digest else 0
+        if self.l2 is None or request.l1_only:
+            self._jobs.append((identity, request_id, self._clearing(number)))
+            return None
+
+        def drop() -> Iterator[int]:
+            for dropped, left in self._dropping(number):
+                removal.in_use += left
+                yield dropped
+
+        digest = request.digest or (namespace.digest if namespace is not None else b"")
+        shards = namespace.shards if namespace is not None else 1
+        removal = self.l2.forget.begin(digest, shards, None, drop(), self._answer(identity, request_id))
         return None
 
     def _clearing(self, namespace: int) -> Iterator[m.AnyReply | None]:
-        arena, dropped = self.engine.arena, 0
-        for at in range(0, arena.table.capacity, SCAN_STEP):
+        dropped = 0
+        for piece, _ in self._dropping(namespace):
+            dropped += piece
+            yield None
+        yield m.Ok(self.engine.epoch, dropped)
+
+    def _dropping(self, namespace: int) -> Iterator[tuple[int, int]]:
+        """Drop what nobody uses, a piece at a time: (dropped, in use and still there).  0 = of all namespaces."""
+        arena = self.engine.arena
+        for at in range(0, arena.table.capacity if namespace >= 0 else 0, SCAN_STEP):
             part = slice(at, at + SCAN_STEP)
             mine = arena.table.state[part] == State.SEALED
             if namespace:
@@ -161,9 +225,32 @@ class Admin:
             # Tails first also here: a reader in between must not find a tail without its head.  Within this part only.
             entries = entries[np.argsort(arena.table.recency[entries])]
             for cut in range(0, len(entries), CLEAR_STEP):
-                dropped += arena.drop(entries[cut : cut + CLEAR_STEP])
-                yield None
-        yield m.Ok(self.engine.epoch, dropped)
+                piece = entries[cut : cut + CLEAR_STEP]
+                of = arena.table.namespace[piece].copy()
+                dropped = arena.drop(piece)
+                left = 0
+                if self.l2 is not None:
+                    left = sum(self._keep_from_l2(piece[of == number], int(number)) for number in np.unique(of))
+                yield dropped, left
+
+    def manage(self, session: Session, request: m.Manage, identity: bytes, request_id: bytes) -> m.AnyReply | None:
+        movers = self.l2.movers if self.l2 is not None else []
+        what, mover = l2_manage.what_of(request.what), l2_manage.find(movers, request.adapter)
+        if what is None:
+            names = ", ".join(one.value for one in l2_manage.ASKED)
+            raise Refusal(ErrorCode.BAD_REQUEST, f"{request.what!r} is no management of L2; there are {names}")
+        if what not in l2_manage.READING:
+            self._only_admins(session)
+        if mover is None:
+            names = ", ".join(f"{one.name} ({one.label})" for one in movers) or "none: the daemon has no --l2-adapter"
+            raise Refusal(ErrorCode.BAD_REQUEST, f"there is no L2 adapter {request.adapter!r}; there are {names}")
+
+        def reply(found: dict[str, Any]) -> None:
+            self.send(identity, request_id, m.Document(self.engine.epoch, l2_manage.encode(found)))
+
+        limit = min(max(0, request.limit), MAX_PAGE)
+        l2_manage.ask(mover, what, request.namespace, request.cursor, limit, reply)
+        return None
 
     def stats(self, session: Session, request: m.Stats, *_: bytes) -> m.AnyReply:
         return m.Document(self.engine.epoch, json.dumps(self.document()).encode())
@@ -238,7 +325,7 @@ class Admin:
         """`kvkeep status --json`, and the stats page."""
         engine, arena = self.engine, self.engine.arena
         sessions = list(engine.sessions.values())
-        reasons = list(self.reasons.values()) + ([engine.broken] if engine.broken else [])
+        reasons = [*self.reasons.values(), *filter(None, [engine.broken, arena.policy_trouble])]
         now = time.monotonic()
         held = sum(s.references for s in sessions)
         held += sum(len(h.references) for h in engine.lookups.values() if h.owner is None)

@@ -3,6 +3,7 @@
     kvkeep status [--json]                  kvkeep doctor [--json] [settings of kvkeepd]
     kvkeep ls [NAMESPACE] [--diff A B]      kvkeep check
     kvkeep clear [NAMESPACE] [--yes]        kvkeep bench NAME [its arguments]
+    kvkeep l2 ls|stat|verify|compact [--adapter JSON]
 
 Exit status: 0 done, 1 the answer is bad news, 2 wrong usage, 3 the daemon cannot be reached or does not let us.
 """
@@ -17,6 +18,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvkeep.daemon import cli_l2
 from kvkeep.daemon import cli_show as show
 from kvkeep.daemon.config import ConfigError, check_name, check_run_dir, load, version
 from kvkeep.ipc.rundir import find_run_dir, run_dir_of
@@ -79,9 +81,11 @@ def _parser() -> argparse.ArgumentParser:
     ls.add_argument("namespace", nargs="?", help="its id, or the beginning of its digest")
     ls.add_argument("--diff", nargs=2, metavar=("A", "B"), help="which fields differ between two namespaces")
     ls.add_argument("--limit", type=int, default=PAGE, help=f"chunks to list at most (default: {PAGE})")
-    clear = command("clear", _clear, "drop all chunks that nobody uses, of one namespace or of all")
+    clear = command("clear", _clear, "drop all chunks that nobody uses, of one namespace or of all, also from L2")
     clear.add_argument("namespace", nargs="?", help="its id, or the beginning of its digest (default: all)")
+    clear.add_argument("--l1-only", action="store_true", help="keep what L2 has")
     clear.add_argument("--yes", action="store_true", help="do not ask")
+    cli_l2.add_parser(command("l2", _l2, "look into L2, check it, tidy it"), where)
     command("doctor", _doctor, "check the host and the daemon; takes the settings of kvkeepd too (--l1-size-gb ...)")
     command("check", _check, "run the daemon's integrity check (pauses it: about 0.5 s per million chunks)")
     bench = command("bench", _bench, "run a benchmark: kvkeep bench NAME [its arguments]")
@@ -142,18 +146,58 @@ def _chunks(client: Client, namespace: int, limit: int) -> Iterable[dict[str, An
 
 def _clear(args: argparse.Namespace) -> int:
     with _attached(_run_dir(args)) as client:
-        number, what = 0, "all namespaces"
-        if args.namespace is not None:
+        number, what, digest = 0, "all namespaces", b""
+        if args.namespace is not None and re.fullmatch("[0-9a-fA-F]{64}", args.namespace):
+            digest, what = bytes.fromhex(args.namespace), f"namespace {args.namespace[:12]}"
+        elif args.namespace is not None:
             found = _find(_call(client.list)["namespaces"], args.namespace)
             number, what = int(found["id"]), f"namespace {found['id']} ({str(found['digest'])[:12]})"
+        if args.l1_only:
+            what += " in L1"
         if not args.yes:
             if not sys.stdin.isatty():
                 raise _Failed(EXIT_USAGE, f"this would drop what is cached of {what}: say --yes")
             if input(f"Drop what is cached of {what}? [y/N] ").strip().lower() not in ("y", "yes"):
                 return EXIT_BAD_NEWS
-        dropped = _call(client.clear, number)
-    print(json.dumps({"dropped": dropped}) if _json(args) else f"{dropped} chunks dropped")
-    return 0
+        dropped = _call(client.clear, number, l1_only=args.l1_only, digest=digest)
+    left = [one for one in dropped.l2 if one["state"] != "removed"]
+    if _json(args):
+        told = {"in_use": dropped.in_use, "l2": dropped.l2, "problem": dropped.problem} if dropped.l2 else {}
+        print(json.dumps({"dropped": int(dropped), **told}))
+    else:
+        _print(show.dropped(int(dropped), dropped.in_use, dropped.l2, dropped.problem))
+    return EXIT_BAD_NEWS if left else 0
+
+
+def _l2(args: argparse.Namespace) -> int:
+    try:
+        if args.adapter is not None:
+            medium = cli_l2.Direct(args.adapter)
+            try:
+                return cli_l2.run(medium, args, _json(args))
+            finally:
+                medium.close()
+        with _attached(_run_dir(args)) as client:
+            return cli_l2.run(_Daemon(client), args, _json(args))
+    except cli_l2.Problem as problem:
+        raise _Failed(EXIT_USAGE if problem.usage else EXIT_UNREACHABLE, str(problem)) from None
+
+
+class _Daemon:
+    """A cli_l2.Source."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def rows(self) -> list[dict[str, Any]]:
+        return list(_call(self._client.stats)["l2"])
+
+    def step(self, name: str, what: str, namespace: bytes, cursor: str, limit: int) -> dict[str, Any]:
+        answer: dict[str, Any] = _call(self._client.l2, name, what, namespace=namespace, cursor=cursor, limit=limit)
+        return answer
+
+    def namespaces(self) -> list[dict[str, Any]]:
+        return list(_call(self._client.list)["namespaces"])
 
 
 def _check(args: argparse.Namespace) -> int:

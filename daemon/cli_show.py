@@ -114,6 +114,22 @@ def entries(page: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f"  {str(e.get('key', ''))[:32]}  {e.get('state', '?'):<8}  {size(e.get('bytes', 0)):>10}{held}"
 
 
+def dropped(count: int, in_use: int, l2: Sequence[Mapping[str, Any]], problem: str) -> Iterator[str]:
+    """What a clear did."""
+    yield f"{count} chunks dropped" + (f", {in_use} are in use and stay in L1" if in_use else "")
+    for one in l2:
+        where = f"{one['name']} ({plain(str(one['label']))})"
+        if one["state"] == "removed":
+            yield f"{where}: {one['removed']} objects removed"
+        elif one["state"] == "under way":
+            yield f"{where}: {one['removed']} objects removed so far, it goes on; nothing of it is served"
+        else:
+            yield f"{where}: not yet removed ({plain(str(one['why'] or 'it is away'))}); this is remembered, and"
+            yield "    nothing of it is served meanwhile"
+    if problem:
+        yield f"! {plain(problem)}"
+
+
 def difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
     """Which fields make two namespaces two."""
     left, right = flatten(a.get("manifest", {})), flatten(b.get("manifest", {}))

@@ -185,8 +185,22 @@ def _check_together(config: Config) -> None:
             raise ConfigError(
                 f"--socket-group {config.socket_group!r} is not among this host's groups: create it, or leave it empty"
             ) from None
+    _check_policies(config)
     if not config.http_host:
         raise ConfigError("--http-host is empty: give an address such as 127.0.0.1")
+
+
+def _check_policies(config: Config) -> None:
+    """Those that are not built in: `Option.parse` has imported them, here they have to be what they should."""
+    for key in ("l2_store_policy", "l2_prefetch_policy"):
+        option, name = BY_KEY[key], getattr(config, key)
+        if name not in option.choices:
+            from kvkeep.daemon import l2_policies
+
+            try:
+                (l2_policies.store_policy if key == "l2_store_policy" else l2_policies.prefetch_policy)(name)
+            except ValueError as problem:
+                raise ConfigError(f"{option.flag} {problem}") from None
 
 
 # ---- sources -------------------------------------------------------------------------------------------------------

@@ -112,7 +112,7 @@ class Control:
         self.steps: list[Callable[[float], bool]] = []  # called at the end of each round; True = there is more to do
         self.stop_requests = 0
         self.l2 = L2(self, config.adapters) if config.l2_adapter else None
-        self.admin.l2 = self.l2
+        self.admin.l2, self.admin.send = self.l2, self._send
 
     # ---- the loop ----------------------------------------------------------------------------------------------------
 

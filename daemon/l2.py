@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from kvkeep.daemon import l2_policies
+from kvkeep.daemon.forget import Forget
+from kvkeep.daemon.ledger import Ledger
 from kvkeep.daemon.movers import Mover
 from kvkeep.daemon.prefetch_controller import PrefetchController
 from kvkeep.daemon.store_controller import StoreController
@@ -32,7 +35,7 @@ log = logging.getLogger("kvkeep.l2")
 COUNTERS = (
     *("l2_chunks_stored", "l2_store_failures", "l2_stores_shed", "l2_stores_too_late"),
     *("l2_chunks_loaded", "l2_load_failures", "l2_loads_refused_full"),
-    *("l2_prefetches", "l2_prefetches_expired", "entries_passed"),
+    *("l2_prefetches", "l2_prefetches_expired", "entries_passed", "l2_stores_not_wanted"),
 )
 
 
@@ -61,20 +64,33 @@ class L2:
             self.movers.append(mover)
         every_bit = sum(mover.bit for mover in self.movers)
         self.stores = StoreController(
-            arena, self.movers, policy=config.l2_store_policy, cap=int(arena.bytes_total * STORE_SHARE)
+            arena,
+            self.movers,
+            policy=l2_policies.store_policy(config.l2_store_policy),
+            cap=int(arena.bytes_total * STORE_SHARE),
+            trouble=self._policy_fails("store policy"),
         )
         self.prefetch = PrefetchController(
             arena,
             self.movers,
-            policy=config.l2_prefetch_policy,
+            policy=l2_policies.prefetch_policy(config.l2_prefetch_policy),
             most=config.l2_prefetch_max_in_flight,
             budget=int(arena.bytes_total * LOAD_SHARE),
             every_bit=every_bit,
             look_again=control.engine.look_again,
             wake=control.engine.wake,
+            trouble=self._policy_fails("prefetch policy"),
         )
         for mover in self.movers:
             mover.on_serving = self.stores.serving
+        self.forget = Forget(
+            self.movers,
+            [json.dumps(_identity(adapter), sort_keys=True) for adapter in adapters],
+            Ledger(config.run_dir),
+            doom=self.prefetch.doom,
+            resume=self.stores.resume,
+        )
+        self.every_bit = every_bit
         control.engine.prefetch = self.prefetch
         self._trust_tiers(adapters)
         self._reported: dict[str, str] = {}
@@ -82,6 +98,13 @@ class L2:
     def _manifest_of(self, digest: bytes) -> bytes:
         found = self._arena.namespaces.find(digest)
         return found.manifest if found is not None else b""
+
+    def _policy_fails(self, which: str) -> Callable[[str], None]:
+        def tell(reason: str) -> None:
+            self._control.admin.reasons[which] = reason
+            self._control.changed()
+
+        return tell
 
     def _watched(self, fd: int, callback: Callable[[], object]) -> None:
         def happened() -> None:
@@ -111,12 +134,13 @@ class L2:
         fresh, self._arena.fresh = self._arena.fresh, []
         if fresh:
             self.stores.take_fresh(self.prefetch.split(fresh))
+        busy = self.forget.step(now)
         self.prefetch.step(now)
-        return self.stores.step(now)
+        return self.stores.step(now) or busy
 
     def tick(self, now: float) -> float | None:
         deadlines = [mover.tick(now) for mover in self.movers]
-        deadlines += [self.stores.next_deadline(now), self.prefetch.next_deadline()]
+        deadlines += [self.stores.next_deadline(now), self.prefetch.next_deadline(), self.forget.next_deadline(now)]
         self._report()
         return min((d for d in deadlines if d is not None), default=None)
 
@@ -124,7 +148,7 @@ class L2:
         """Health, as far as it changed."""
         reasons = self._control.admin.reasons
         for mover in self.movers:
-            said = "; ".join(mover.reasons())
+            said = "; ".join([*mover.reasons(), *filter(None, [self.forget.reasons(mover)])])
             if said != self._reported.get(mover.name, ""):
                 self._reported[mover.name] = said
                 self._control.changed()
@@ -177,7 +201,15 @@ class L2:
 
     def rows(self) -> list[dict[str, Any]]:
         queued = self.stores.queued_bytes
-        return [mover.row() | {"bytes_queued": queued[mover.index]} for mover in self.movers]
+        return [
+            mover.row()
+            | {
+                "bytes_queued": queued[mover.index],
+                "removals_pending": self.forget.pending(mover),
+                "objects_removed": self.forget.totals[mover.index],
+            }
+            for mover in self.movers
+        ]
 
 
 def _identity(adapter: dict[str, Any]) -> dict[str, Any]:

@@ -22,14 +22,18 @@ import os
 import socket
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
+from kvkeep.daemon.bans import Bans
 from kvkeep.daemon.breaker import Breaker, Circuit
 from kvkeep.daemon.supervise import Child
 from kvkeep.l2 import jobs as j
 from kvkeep.l2.jobs import Code
+from kvkeep.l2.maintenance import Step, What
 
 HEARTBEAT_S = 10.0  # also covers the start of the process on a loaded machine
 OVERDUE_LEAST_S = 1.0  # a short deadline that passes says nothing against the medium before this
@@ -42,7 +46,11 @@ LONG_START_S = 15.0  # an adapter that opens for longer than this is a reason to
 
 log = logging.getLogger("kvkeep.movers")
 
+MANAGE_DEADLINE_S = 30.0
+MANAGE_JOBS = 4  # steps of management that one mover may be asked for at a time
+
 Done = Callable[[Sequence[int]], None]  # gets one Code per chunk
+Managed = Callable[[Step | None, str], None]  # gets the step, or why there is none; called once
 
 
 class Phase(enum.Enum):
@@ -90,6 +98,8 @@ class Mover:
         self.adapter_counters: dict[str, int] = {}
         self.putting = self.getting = 0  # bytes in open jobs
         self.puts = 0  # open Put jobs
+        self.bans = Bans()  # what must not be asked of this adapter, nor given to it
+        self._steps: dict[int, Step] = {}  # by Manage job, between its answer and its end
         self.on_serving: Callable[[Mover], None] = lambda mover: None  # from now on it may be given jobs (again)
         self.manifest_of: Callable[[bytes], bytes] = lambda namespace: b""  # b"" = not known
         self._described: set[bytes] | None = set() if config.get("serde") else None  # to this process; None = never
@@ -182,6 +192,11 @@ class Mover:
         return self.phase is Phase.SERVING and self.breaker.closed
 
     @property
+    def coming(self) -> bool:
+        """It serves, or may do so any moment."""
+        return self.available or (self.phase is Phase.STARTING and not self._trouble)
+
+    @property
     def open_jobs(self) -> int:
         return len(self._open)
 
@@ -215,6 +230,40 @@ class Mover:
         packet = j.encode(j.Describe(namespace, self.manifest_of(namespace)))
         if len(packet) <= j.MAX_PACKET:
             self._outbox.append(packet)
+
+    def manage(self, what: What, done: Managed, *, namespace: bytes = b"", cursor: bytes = b"", limit: int = 0) -> None:
+        """One step of management.  Asked whatever the breaker says; a late answer is as good as none."""
+        if self.phase is not Phase.SERVING:
+            done(None, f"{self.name} ({self.label}) is not open: {self._trouble or 'it is being started'}")
+            return
+        if sum(isinstance(o.job, j.Manage) for o in self._open.values()) >= MANAGE_JOBS:
+            done(None, f"{self.name} ({self.label}) has {MANAGE_JOBS} steps of management to do already; try again")
+            return
+        job = j.Manage(self.next_id(), time.monotonic() + MANAGE_DEADLINE_S, what.value, namespace, cursor, limit)
+        told = False
+
+        def tell(step: Step | None, problem: str) -> None:
+            nonlocal told
+            if not told:
+                told = True
+                done(step, problem)
+
+        def ended(codes: Sequence[int]) -> None:
+            step = self._steps.pop(job.id, None)
+            reason = f"{self.name} ({self.label}) did not do it: {Code(codes[0]).name.lower()}"
+            tell(step, "" if step is not None else reason)
+
+        def late() -> None:
+            tell(None, f"{self.name} ({self.label}) did not answer within {MANAGE_DEADLINE_S:g} s")
+
+        self.submit(job, ended, late=late)
+
+    def is_storing(self, namespace: bytes, keys: Set[bytes] | None = None) -> bool:
+        """A Put of this namespace (empty = of any), of one of these chunks (None = any), may still reach the medium."""
+        return any(
+            isinstance(o.job, j.Put) and namespace in (b"", o.job.namespace) and _touches(o.job.chunks, keys)
+            for o in self._open.values()
+        )
 
     def _flush(self) -> None:
         while self._outbox:
@@ -269,6 +318,8 @@ class Mover:
             self.usage = answer.usage
         if answer.counters is not None:
             self.adapter_counters = answer.counters
+        if answer.data:
+            self._steps[job.id] = _steps.decode(answer.data)
         codes = answer.codes
         if len(codes) != j.chunk_count(job):
             log.error("%s: %d codes for %d chunks", self.name, len(codes), j.chunk_count(job))
@@ -280,7 +331,7 @@ class Mover:
         """What the answer says about the medium."""
         now = time.monotonic()
         seen = set(codes)
-        if isinstance(job, j.Measure):
+        if isinstance(job, j.Measure | j.Manage):
             return
         if isinstance(job, j.Probe):
             self._last_fault = answer.detail or self._last_fault
@@ -324,7 +375,7 @@ class Mover:
             self.putting -= open_job.nbytes
         elif isinstance(job, j.Get):
             self.getting -= open_job.nbytes
-        if not isinstance(job, j.Find | j.Measure | j.Probe):
+        if not isinstance(job, j.Find | j.Measure | j.Probe | j.Manage):
             for code in codes:
                 if code != Code.OK:
                     self.failures[Code(code).name.lower()] += 1
@@ -364,7 +415,7 @@ class Mover:
         self._last_fault = ""
         if isinstance(open_job.job, j.Probe):
             self.breaker.probed(False, now)
-        elif not isinstance(open_job.job, j.Measure):
+        elif not isinstance(open_job.job, j.Measure | j.Manage):
             self._fault(now)
         open_job.late()
 
@@ -428,6 +479,13 @@ class Mover:
 
 
 TOTALS = ("chunks_stored", "bytes_stored", "chunks_loaded", "bytes_loaded", "finds", "stores_shed", "jobs_late")
+
+
+_steps = msgspec.msgpack.Decoder(Step)
+
+
+def _touches(chunks: bytes, keys: Set[bytes] | None) -> bool:
+    return keys is None or any(chunks[at : at + 32] in keys for at in range(0, len(chunks), 32))
 
 
 def _of(usage: j.Usage) -> tuple[int, int]:

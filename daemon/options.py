@@ -20,7 +20,7 @@ _FALSE = {"false", "no", "off", "0"}
 @dataclass(frozen=True)
 class Option:
     name: str
-    kind: str  # "text" | "int" | "float" | "bool" | "choice" | "users" | "groups" | "mode" | "adapters"
+    kind: str  # "text" | "int" | "float" | "bool" | "choice" | "users" | "groups" | "mode" | "adapters" | "policy"
     default: Any
     help: str
     low: float | None = None
@@ -28,6 +28,7 @@ class Option:
     unit: str = ""
     choices: tuple[str, ...] = ()
     flag_only: bool = False  # an act for this one start, not a setting
+    group: str = ""  # "policy": where installed packages name theirs; ``choices`` are built in
 
     @property
     def key(self) -> str:
@@ -112,6 +113,18 @@ def _choice(option: Option, raw: Any) -> str:
         if isinstance(raw, str) and raw.lower() == choice.lower():
             return choice
     raise ValueError(f"{raw!r} is not one of {', '.join(option.choices)}")
+
+
+def _policy(option: Option, raw: Any) -> str:
+    """Built in, installed, or a module's; what is not built in is imported here, so that a mistake is found now."""
+    from kvkeep.shm import registry
+
+    if not isinstance(raw, str):
+        raise ValueError(f"{raw!r} is not text: give one of {', '.join(option.choices)}")
+    built_in = next((choice for choice in option.choices if raw.lower() == choice.lower()), None)
+    if built_in is None:
+        registry.load(option.group, raw, option.choices)
+    return built_in or raw
 
 
 def _mode(option: Option, raw: Any) -> int:
@@ -203,6 +216,7 @@ _PARSERS: dict[str, Any] = {
     "float": _float,
     "bool": _bool,
     "choice": _choice,
+    "policy": _policy,
     "users": _ids,
     "groups": _ids,
     "mode": _mode,
@@ -250,11 +264,12 @@ OPTIONS: tuple[Option, ...] = (
     Option("chunk-size", "int", 256, "tokens per chunk that clients use unless they say otherwise", 1, 65536, "tokens"),
     Option(
         "eviction-policy",
-        "choice",
+        "policy",
         "LRU",
         "what goes when memory is short, of every chain its tail first: Adaptive = what it learnt to be used least, "
         "ARC, S3FIFO, LRU; noop = nothing, stores are refused",
         choices=("Adaptive", "ARC", "S3FIFO", "LRU", "noop"),
+        group="kvkeep.eviction_policies",
     ),
     Option(
         "eviction-trigger-watermark", "float", 0.95, "share of the bytes in use at which eviction starts", 0.01, 1.0
@@ -268,17 +283,19 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "l2-store-policy",
-        "choice",
+        "policy",
         "default",
         "default: what L1 gets goes to every adapter and stays in L1; skip_l1: it leaves L1 when it is stored",
         choices=("default", "skip_l1"),
+        group="kvkeep.store_policies",
     ),
     Option(
         "l2-prefetch-policy",
-        "choice",
+        "policy",
         "default",
         "default: what is loaded from L2 leaves L1 with its last reader; retain: it stays, like anything else",
         choices=("default", "retain"),
+        group="kvkeep.prefetch_policies",
     ),
     Option("l2-prefetch-max-in-flight", "int", 8, "lookups that load from L2 at a time", 1, 1024, "lookups"),
     Option("l2-drain-seconds", "float", 5.0, "what a stop may spend on storing what is left", 0, 600, "s"),

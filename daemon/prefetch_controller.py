@@ -14,7 +14,7 @@ Limits: ``most`` tasks at a time, the others queue (their deadlines run); ``budg
 counted until a mover has answered, so a hung mover holds no more than that of L1. A load that is late is given up:
 lookups stop waiting for it at once, its extents are free only when the mover has answered or is dead.
 
-Policies: with ``default`` what was loaded leaves L1 with its last reader; with ``retain`` it stays.
+The prefetch policy (l2_policies.py) says what of it stays in L1 after its last reader.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from __future__ import annotations
 import enum
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from kvkeep.daemon.l2_policies import Asked, Chunks, PrefetchPolicy
 from kvkeep.daemon.movers import Mover
 from kvkeep.l2 import jobs as j
 from kvkeep.l2.jobs import Code
@@ -50,7 +51,6 @@ _IN_L1, _NOWHERE = -1, -2
 
 log = logging.getLogger("kvkeep.prefetch")
 
-POLICIES = ("default", "retain")
 TaskKey = tuple[int, bytes]  # namespace id, the chunk that its window begins with
 
 
@@ -97,16 +97,18 @@ class PrefetchController:
         arena: Arena,
         movers: Sequence[Mover],
         *,
-        policy: str,
+        policy: PrefetchPolicy,
         most: int,
         budget: int,
         every_bit: int,
         look_again: Callable[[Waiting], None],
         wake: Callable[[], None],
+        trouble: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """``look_again`` is the engine's, for one lookup; ``wake`` is for those that wait for entries."""
+        """``look_again`` is the engine's, for one lookup; ``wake`` is for those that wait for entries; ``trouble`` gets
+        the reason if the policy fails."""
         self.arena = arena
-        self.retain = policy == "retain"
+        self._keeps = Asked("prefetch", policy, "keep", default=False, tell=trouble)
         self.counters = arena.counters
         self._movers = movers
         self._most, self._budget = most, budget
@@ -184,12 +186,31 @@ class PrefetchController:
                 stored.append(entries)
                 continue
             mine = entries[loaded & (self.arena.table.state[entries] == State.SEALED)]
-            if not self.retain and len(mine):
+            going = mine[~self._kept(mine)] if len(mine) else mine
+            if len(going):
                 # Nobody took them up in time: they stay for the next who asks, where eviction can make room for others.
-                self.arena.pass_on(mine, at_once=not self.arena.evicts)
+                self.arena.pass_on(going, at_once=not self.arena.evicts)
             if not loaded.all():
                 stored.append(entries[~loaded])
         return stored
+
+    def _kept(self, entries: I64) -> npt.NDArray[np.bool_]:
+        """Which of them stay; they are of one namespace."""
+        table = self.arena.table
+        namespace = self.arena.namespaces.get(int(table.namespace[entries[0]]))
+        assert namespace is not None  # it has entries
+        return self._keeps(Chunks(namespace, table.keys[entries], ""))
+
+    def doom(self, namespace: bytes, keys: Set[bytes] | None) -> None:
+        """It is being cleared (digest, b"" = all; keys None = all of it): nothing of it is loaded any more."""
+        for load in list(self._loads):
+            if namespace not in (b"", load.task.namespace.digest):
+                continue
+            if keys is None:
+                self._give_up(load, np.ones(len(load.entries), dtype=bool))
+            else:
+                hit = [key.tobytes() in keys for key in self.arena.table.keys[load.entries]]
+                self._give_up(load, np.array(hit, dtype=bool))
 
     # ---- asking ------------------------------------------------------------------------------------------------------
 
@@ -206,10 +227,17 @@ class PrefetchController:
         missing = [i for i, source in enumerate(task.source) if source == _NOWHERE]
         while missing and task.to_ask:
             mover = task.to_ask.pop(0)
-            if mover.available:
-                self._ask(task, mover, missing)
+            allowed = [i for i in missing if not self._banned(task, mover, i)] if mover.bans else missing
+            if mover.available and allowed:
+                self._ask(task, mover, allowed)
                 return
         self._reserve(task)
+
+    @staticmethod
+    def _banned(task: Task, mover: Mover, i: int) -> bool:
+        """Chunk i of the window was cleared, and the adapter may still have it."""
+        digest = task.namespace.digest
+        return mover.bans.all_of(digest) or task.keys[task.at + i].tobytes() in mover.bans.keys_of(digest)
 
     def _ask(self, task: Task, mover: Mover, missing: list[int]) -> None:
         at = task.at
@@ -234,6 +262,10 @@ class PrefetchController:
         if not task.wanted or self.arena.namespaces.get(namespace.id) is not namespace:
             self._end(task, None)
             return
+        if any(mover.bans for mover in self._movers):  # since they were asked, perhaps
+            for i, source in enumerate(task.source):
+                if source >= 0 and self._banned(task, self._movers[source], i):
+                    task.source[i] = _NOWHERE
         run = next((i for i, source in enumerate(task.source) if source == _NOWHERE), len(task.source))
         whole = run == len(task.source)
         loads = [i for i in range(run) if task.source[i] != _IN_L1]
@@ -328,9 +360,12 @@ class PrefetchController:
         self._wake()
         self._retire(load.task)
 
-    def _give_up(self, load: Load) -> None:
-        self.arena.doom(load.entries, load.generations)
-        for key in self.arena.table.keys[load.entries]:
+    def _give_up(self, load: Load, which: npt.NDArray[np.bool_] | None = None) -> None:
+        entries, generations = load.entries, load.generations
+        if which is not None:
+            entries, generations = entries[which], generations[which]
+        self.arena.doom(entries, generations)
+        for key in self.arena.table.keys[entries]:
             self._note_missed(load.task, key.tobytes())
         self._wake()
 

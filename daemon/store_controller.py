@@ -9,21 +9,23 @@ more than ``cap`` bytes together. Every entry's record says in its ``tiers`` whi
 more, so what is still to be done can be found in the entry table at any time: after a restart, after an adapter was
 away, after something was shed, the table is rescanned in small steps while the queue has room.
 
-Policies: ``default`` keeps what is stored in L1; ``skip_l1`` makes L1 a buffer, an entry leaves it once every
-adapter that serves has it and its last reader is done.
+The store policy (l2_policies.py) says which entries an adapter is given; what it is not to be given counts as given.
+One that ``buffers`` makes L1 a buffer: an entry leaves it once every adapter that serves has it and its last reader is
+done.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from kvkeep.daemon.l2_policies import Asked, Chunks, StorePolicy
 from kvkeep.daemon.movers import Mover
 from kvkeep.daemon.sessions import References
 from kvkeep.l2 import jobs as j
@@ -41,8 +43,6 @@ RESCAN_S = 1.0  # at the earliest after the last scan ended, when something was 
 _NONE: I64 = np.empty(0, dtype=np.int64)
 
 log = logging.getLogger("kvkeep.store")
-
-POLICIES = ("default", "skip_l1")
 
 
 class Part(NamedTuple):
@@ -99,9 +99,20 @@ class Feed:
 
 
 class StoreController:
-    def __init__(self, arena: Arena, movers: Sequence[Mover], *, policy: str, cap: int) -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        movers: Sequence[Mover],
+        *,
+        policy: StorePolicy,
+        cap: int,
+        trouble: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """``trouble`` gets the reason if the policy fails."""
         self.arena = arena
-        self.skip_l1 = policy == "skip_l1"
+        self.skip_l1 = policy.buffers
+        self._selects = type(policy).select is not StorePolicy.select
+        self._select = Asked("store", policy, "select", default=True, tell=trouble)
         arena.keeps_heads = not self.skip_l1
         arena.fresh = []
         self.counters = arena.counters
@@ -148,6 +159,11 @@ class StoreController:
         feed = self._feeds[mover.index]
         feed.scan_wanted, feed.scan_at, feed.next_scan = True, -1, 0.0
         feed.was_emptied = mover.usage.objects == 0
+
+    def resume(self, mover: Mover) -> None:
+        """Something may be given to this adapter that could not be for a while."""
+        feed = self._feeds[mover.index]
+        feed.scan_wanted, feed.next_scan = True, 0.0
 
     @property
     def idle(self) -> bool:
@@ -198,14 +214,38 @@ class StoreController:
         # Heads first, as far as a scan in table order can see.
         missing = missing[np.argsort(table.recency[missing])[::-1]]
         for namespace in np.unique(table.namespace[missing]):
-            mine = missing[table.namespace[missing] == namespace]
-            feed.queue.push(self._part(mine))
+            mine = self._allowed(feed.mover, missing[table.namespace[missing] == namespace])
+            if len(mine):
+                feed.queue.push(self._part(mine))
         self._shed(feed)
         feed.scan_at += SCAN_STEP
         if feed.scan_at >= table.ever_used:
             feed.scan_at, feed.next_scan, feed.was_emptied = -1, now + RESCAN_S, False
             return False
         return True
+
+    def _allowed(self, mover: Mover, entries: I64) -> I64:
+        """Without what was cleared and may still be on the medium; `resume` finds it again.  Of one namespace."""
+        if not mover.bans or not len(entries):
+            return entries
+        namespace = self.arena.namespaces.get(int(self.arena.table.namespace[entries[0]]))
+        assert namespace is not None  # it has entries
+        banned = mover.bans.of(namespace.digest, self.arena.table.keys[entries])
+        return entries if banned is None else entries[~banned]
+
+    def _selected(self, mover: Mover, entries: I64) -> I64:
+        """Those that the policy gives to this adapter.  Of one namespace."""
+        table = self.arena.table
+        namespace = self.arena.namespaces.get(int(table.namespace[entries[0]]))
+        assert namespace is not None  # it has entries
+        mask = self._select(Chunks(namespace, table.keys[entries], mover.label))
+        passed = entries[~mask]
+        if len(passed):
+            table.tiers[passed] |= np.uint32(mover.bit)
+            self.counters["l2_stores_not_wanted"] += len(passed)
+            if self.skip_l1:
+                self._leave(passed)
+        return entries[mask]
 
     # ---- Put jobs ----------------------------------------------------------------------------------------------------
 
@@ -232,7 +272,9 @@ class StoreController:
             entries = part.entries
             live = (table.state[entries] == State.SEALED) & (table.generation[entries] == part.generations)
             self.counters["l2_stores_too_late"] += len(live) - int(live.sum())  # it left L1 before its turn
-            entries = entries[live & (table.tiers[entries] & bit == 0)]
+            entries = self._allowed(feed.mover, entries[live & (table.tiers[entries] & bit == 0)])
+            if self._selects and len(entries):
+                entries = self._selected(feed.mover, entries)
             if len(entries):
                 namespace = part.namespace
                 batch.append(entries)

@@ -41,8 +41,26 @@ from kvkeep.ipc.messages import HASH_BYTES, MAX_CHUNKS
 from kvkeep.ipc.namespace import Namespace
 
 MANAGEMENT_S = 10.0
+CLEAR_S = 60.0  # longer than the daemon takes to answer what reaches L2
 MAX_WAIT_MS = 60_000  # the daemon's limit
 _LEAST_S = 0.001
+
+
+class Dropped(int):
+    """How many chunks left L1, with what became of L2."""
+
+    in_use: int = 0  # chunks that stay in L1 because they are being used; they go to L2 no more
+    l2: tuple[dict[str, Any], ...] = ()  # per adapter: name, label, state ("removed", "under way", "remembered"), …
+    problem: str = ""  # what is remembered would not survive a restart of the daemon, because …
+
+    @classmethod
+    def of(cls, reply: m.Ok) -> Dropped:
+        dropped = cls(reply.count)
+        if reply.detail:
+            report = msgspec.json.decode(reply.detail, type=dict[str, Any])
+            dropped.in_use, dropped.l2 = int(report.get("in_use", 0)), tuple(report.get("l2", ()))
+            dropped.problem = str(report.get("problem", ""))
+        return dropped
 
 
 class Client:
@@ -385,13 +403,26 @@ class Client:
     def check(self) -> dict[str, Any]:
         return self._document(m.Check, deadline_s=60.0)
 
-    def clear(self, namespace: int | Namespace = 0) -> int:
-        """Chunks dropped."""
-        return int(self._manage(m.Ok, m.Clear, _id(namespace)).count)
+    def clear(self, namespace: int | Namespace = 0, *, l1_only: bool = False, digest: bytes = b"") -> Dropped:
+        """Drop what nobody uses from L1, and everything from L2.  ``digest`` instead of the id is for a namespace that
+        only L2 knows.  After this nothing of it is served from L2; what is still to be removed there is told."""
+        number = _id(namespace) if not digest else 0
+        reply = self._manage(m.Ok, m.Clear, number, l1_only, digest, deadline_s=CLEAR_S)
+        return Dropped.of(reply)
 
-    def delete(self, namespace: int | Namespace, hashes: Hashes) -> int:
-        """Chunks dropped; referenced ones stay."""
-        return int(self._manage(m.Ok, m.Delete, _id(namespace), pack_hashes(hashes)).count)
+    def delete(self, namespace: int | Namespace, hashes: Hashes, *, l1_only: bool = False) -> Dropped:
+        """Drop these chunks, as `clear` does; chunks that hang on them stay until they are evicted, unreadable."""
+        return Dropped.of(
+            self._manage(m.Ok, m.Delete, _id(namespace), pack_hashes(hashes), l1_only, deadline_s=CLEAR_S)
+        )
+
+    def l2(
+        self, adapter: str, what: str, *, namespace: bytes = b"", cursor: str = "", limit: int = 0
+    ) -> dict[str, Any]:
+        """One step of "list", "tally", "verify" or "compact" on one L2 adapter ("l2-0"): a document with the ``cursor``
+        of the next step ("" = that was the last), or with a ``problem``."""
+        fields = (adapter, what, namespace, bytes.fromhex(cursor), limit)
+        return self._document(m.Manage, *fields, deadline_s=CLEAR_S)
 
     def pin(self, namespace: int | Namespace, hashes: Hashes, *, ttl_s: float = 3600.0) -> tuple[int, int]:
         """(pin, chunks protected); pin 0 = nothing was there."""
@@ -436,4 +467,14 @@ def _id(namespace: int | Namespace) -> int:
     return namespace
 
 
-__all__ = ["Client", "Lookup", "Namespace", "PendingLookup", "Reading", "Reservation", "StoreResult", "Stored"]
+__all__ = [
+    "Client",
+    "Dropped",
+    "Lookup",
+    "Namespace",
+    "PendingLookup",
+    "Reading",
+    "Reservation",
+    "StoreResult",
+    "Stored",
+]

@@ -187,16 +187,29 @@ class Unpin(Request, frozen=True, tag="UNPIN"):
 
 
 class Delete(Request, frozen=True, tag="DELETE"):
-    """Drop these chunks unless referenced."""
+    """Drop these chunks unless referenced, from L1 and from L2."""
 
     namespace: int
     hashes: bytes
+    l1_only: bool = False
 
 
 class Clear(Request, frozen=True, tag="CLEAR"):
-    """Drop all unreferenced chunks of a namespace; 0 = of all."""
+    """Drop all unreferenced chunks of a namespace (0 = of all) from L1, and all that L2 has of it."""
 
     namespace: int = 0
+    l1_only: bool = False
+    digest: bytes = b""  # instead of the id, for a namespace that only L2 knows; 32 bytes
+
+
+class Manage(Request, frozen=True, tag="L2"):
+    """One step of management of one L2 adapter (see l2/maintenance.py).  The Document has the cursor for the next."""
+
+    adapter: str  # its name: "l2-0", or the "name" in its configuration
+    what: str  # "list" | "tally" | "verify" | "compact"
+    namespace: bytes = b""  # digest; empty = all
+    cursor: bytes = b""
+    limit: int = 0  # objects; 0 = as many as make a step
 
 
 class Stats(Request, frozen=True, tag="STATS"):
@@ -217,7 +230,7 @@ class Check(Request, frozen=True, tag="CHECK"):
 
 AnyRequest: TypeAlias = (
     Ping | Register | Lookup | Retrieve | Confirm | Release | Store | Commit | Abort | Pin | Unpin | Delete | Clear
-    | Stats | List | Check
+    | Manage | Stats | List | Check
 )  # fmt: skip
 
 # ---- replies -------------------------------------------------------------------------------------------------------
@@ -235,7 +248,8 @@ class Error(Reply, frozen=True, tag="error"):
 
 class Ok(Reply, frozen=True, tag="ok"):
     epoch: int
-    count: int = 0  # RELEASE: references dropped; DELETE, CLEAR: chunks dropped
+    count: int = 0  # RELEASE: references dropped; DELETE, CLEAR: chunks dropped from L1
+    detail: bytes = b""  # DELETE, CLEAR with L2: a JSON document, see daemon/forget.py
 
 
 class Registered(Reply, frozen=True, tag="registered"):
@@ -288,7 +302,7 @@ class Pinned(Reply, frozen=True, tag="pinned"):
 
 
 class Document(Reply, frozen=True, tag="document"):
-    """STATS, LIST, CHECK: one JSON document."""
+    """STATS, LIST, CHECK, L2: one JSON document."""
 
     epoch: int
     json: bytes

@@ -19,9 +19,10 @@ never gives encoded bytes as plain ones: `load` says ENCODED, and `fetch` has th
 from __future__ import annotations
 
 import abc
+import builtins
 import enum
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 
@@ -94,6 +95,18 @@ class Usage(NamedTuple):
 class Listing(NamedTuple):
     objects: list[tuple[Key, int]]  # with payload bytes at rest
     cursor: bytes  # give it back for the next page; b"" = that was the last
+    unreadable: int = 0  # objects or folders that could not be looked at: what is in them is not in this page
+
+
+class Verified(NamedTuple):
+    """What a piece of `Adapter.verify` found."""
+
+    objects: int  # looked at, the corrupt ones included
+    nbytes: int  # of payload, read
+    corrupt: int  # did not verify, and are removed
+    unreadable: int  # could not be read; they stay
+    details: list[str]  # a sentence about some of those
+    cursor: bytes  # as in Listing
 
 
 class AdapterError(Exception):
@@ -145,3 +158,37 @@ class Adapter(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Flush and let go.  What was acknowledged is kept."""
+
+    # Management.  Optional: the defaults are made of the calls above.  By one thread at a time, beside the other calls.
+
+    def erase(self, keys: Sequence[Key]) -> builtins.list[bool]:
+        """`delete` for those who must know: gone for certain, per key, there before or not."""
+        self.delete(keys)
+        return [not there for there in self.lookup(keys)]
+
+    def serdes(self, keys: Sequence[Key]) -> builtins.list[tuple[int, ...]]:
+        """The serde ids in the objects' headers; () for plain objects and for what cannot be found out."""
+        return [()] * len(keys)
+
+    def verify(self, cursor: bytes, nbytes: int) -> Verified:
+        """Read and check objects from the cursor on, until about ``nbytes`` were read.  This is no use of them."""
+        page = self.list(cursor, 1)
+        counts: Counter[Outcome] = Counter()
+        read, details = 0, []
+        for key, size in page.objects:
+            result = self._check(key, size)
+            counts[result.outcome] += 1
+            read += size * (result.outcome == Outcome.OK)
+            if result.detail and result.outcome not in (Outcome.OK, Outcome.MISS):
+                details.append(f"{key.chunk.hex()[:12]}: {result.detail}")
+        unreadable = page.unreadable + counts[Outcome.IO_ERROR] + counts[Outcome.UNAVAILABLE]
+        return Verified(len(page.objects), read, counts[Outcome.CORRUPT], unreadable, details, page.cursor)
+
+    def _check(self, key: Key, size: int) -> Result:
+        if self.keeps_encodings:
+            return self.fetch([(key, size)])[0].result
+        return self.load([(key, memoryview(bytearray(size)))])[0]
+
+    def compact(self) -> Iterator[tuple[str, int]]:
+        """Give back what the medium can: (what, how many) after each small piece of work.  None = nothing to do."""
+        return iter(())

@@ -19,14 +19,14 @@ import builtins
 import errno
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from kvkeep.l2.adapter import OK, Adapter, AdapterError, Fetched, Item, Key, Listing, Outcome, Result, Usage
+from kvkeep.l2.adapter import OK, Adapter, AdapterError, Fetched, Item, Key, Listing, Outcome, Result, Usage, Verified
 from kvkeep.l2.faults import Fault, Schedule, rules_of
 from kvkeep.l2.options import Options
 from kvkeep.l2.record import payload_checksum
 
-OPERATIONS = ("open", "lookup", "store", "load", "delete", "list", "usage")
+OPERATIONS = ("open", "lookup", "store", "load", "delete", "list", "usage", "verify")
 
 
 class FaultInjectAdapter(Adapter):
@@ -133,7 +133,24 @@ class FaultInjectAdapter(Adapter):
         return self.inner.delete([key for key in keys if self._strikes("delete") is None])
 
     def list(self, cursor: bytes, limit: int) -> Listing:
-        return Listing([], b"") if self._strikes("list") else self.inner.list(cursor, limit)
+        return Listing([], b"", unreadable=1) if self._strikes("list") else self.inner.list(cursor, limit)
+
+    def erase(self, keys: Sequence[Key]) -> builtins.list[bool]:
+        spared = [self._strikes("delete") is not None for _ in keys]
+        inner = iter(self.inner.erase([key for key, spare in zip(keys, spared, strict=True) if not spare]))
+        return [not spare and next(inner) for spare in spared]
+
+    def serdes(self, keys: Sequence[Key]) -> builtins.list[tuple[int, ...]]:
+        return self.inner.serdes(keys)
+
+    def verify(self, cursor: bytes, nbytes: int) -> Verified:
+        """A struck verification reads nothing, and says so."""
+        if self._strikes("verify"):
+            return Verified(0, 0, 0, 1, ["injected failure"], b"")
+        return self.inner.verify(cursor, nbytes)
+
+    def compact(self) -> Iterator[tuple[str, int]]:
+        return self.inner.compact()
 
     def usage(self) -> Usage:
         self._strikes("usage")

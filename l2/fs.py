@@ -30,11 +30,25 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
-from kvkeep.l2.adapter import MISS, OK, Adapter, AdapterError, Fetched, Item, Key, Listing, Outcome, Result, Usage
+from kvkeep.l2.adapter import (
+    MISS,
+    OK,
+    Adapter,
+    AdapterError,
+    Fetched,
+    Item,
+    Key,
+    Listing,
+    Outcome,
+    Result,
+    Usage,
+    Verified,
+)
+from kvkeep.l2.fs_care import Care
 from kvkeep.l2.fs_index import NAME_BYTES, CapacityIndex
 from kvkeep.l2.fs_io import PAGE, FileIO, file_bytes
 from kvkeep.l2.fs_objects import ObjectFiles, Seen
@@ -42,7 +56,7 @@ from kvkeep.l2.fs_room import Eviction, Room, scan
 from kvkeep.l2.fs_root import Root
 from kvkeep.l2.fs_tally import FULL, GONE, NOT_OURS, Tally
 from kvkeep.l2.options import Options
-from kvkeep.shm.policies import POLICIES
+from kvkeep.shm.policies import eviction_policy
 
 FREE_SHARE = 0.8  # of what is free or ours, when no capacity is given
 _METADATA = 2 * PAGE  # blocks that a file system may add to a file for its extents
@@ -79,7 +93,7 @@ class FsAdapter(Adapter):
         self._io_threads = options.count("io_threads", 4, least=1, most=256)
         eviction = Options("fs: eviction", options.table("eviction"), ignore=())
         self._eviction = Eviction(
-            eviction.choice("eviction_policy", "LRU", POLICIES),
+            eviction.checked("eviction_policy", "LRU", eviction_policy),
             eviction.number("trigger_watermark", 0.95, most=1.0, above=0),
             eviction.number("eviction_ratio", 0.05, most=1.0, above=0),
         )
@@ -100,6 +114,7 @@ class FsAdapter(Adapter):
     def _set_room(self, index: CapacityIndex) -> None:
         self._index = index
         self._room = Room(self._roots, index, self._eviction, self._shared, self._tally)
+        self._care = Care(self._roots, self._files, self._room, self._place, self._shared, self._tally)
 
     # ---- open and close ----------------------------------------------------------------------------------------------
 
@@ -406,15 +421,66 @@ class FsAdapter(Adapter):
     def _list(self, cursor: bytes, limit: int) -> Listing:
         """Cursor: number of the root, name of the last object.  From the directories: they are the truth."""
         objects: builtins.list[tuple[Key, int]] = []
+        unreadable = 0
         number, after = (cursor[0], cursor[1 : 1 + NAME_BYTES]) if cursor else (0, b"")
         for root in self._roots[number:]:
             last = after
             for name in root.names_from(after[0] if after else 0, after):
                 if len(objects) >= max(1, limit):
-                    return Listing(objects, bytes([root.number]) + last)
+                    return Listing(objects, bytes([root.number]) + last, unreadable)
                 last = name
-                header = self._files.header(root, name)
+                try:
+                    header = self._files.read_header(root, name)
+                except OSError as error:
+                    unreadable += error.errno not in (*GONE, *NOT_OURS)
+                    continue
                 if header is not None and root.name(header.key) == name:
                     objects.append((header.key, header.stored_bytes))
             after = b""
-        return Listing(objects, b"")
+        return Listing(objects, b"", unreadable + sum(root.take_unreadable() for root in self._roots))
+
+    # ---- management --------------------------------------------------------------------------------------------------
+
+    def erase(self, keys: Sequence[Key]) -> builtins.list[bool]:
+        gone = self._each(lambda at: self._erase(keys[at]), len(keys), False)
+        if self._fsync != "none":  # a removal that the power takes back would bring the object back
+            folders = {(root.number, name[0]): (root, name) for root, name in map(self._place, keys)}
+            for root, name in folders.values():
+                try:
+                    root.sync_folder(name)
+                except FileNotFoundError:
+                    pass
+                except OSError as error:
+                    self._tally.failed("remove", root.path, error)
+                    return [False] * len(keys)
+        return gone
+
+    def _erase(self, key: Key) -> bool:
+        self._delete(key)
+        root, name = self._place(key)
+        try:
+            root.stat(name)
+        except OSError as error:
+            return error.errno in GONE
+        try:
+            root.unlink(name)  # nobody knew it, or it could not be removed a moment ago
+        except OSError as error:
+            if error.errno not in GONE:
+                self._tally.failed("remove", root.path, error)
+                return False
+        self._index.forget(name)
+        return True
+
+    def serdes(self, keys: Sequence[Key]) -> builtins.list[tuple[int, ...]]:
+        headers = self._each(lambda at: self._files.header(*self._place(keys[at])), len(keys), None)
+        return [header.serdes if header is not None else () for header in headers]
+
+    def verify(self, cursor: bytes, nbytes: int) -> Verified:
+        closed = Verified(0, 0, 0, 1, ["the adapter is closed"], b"")
+        return self._each(lambda _: self._care.verify(cursor, nbytes), 1, closed)[0]
+
+    def compact(self) -> Iterator[tuple[str, int]]:
+        work = self._care.compact()
+        end = ("", -1)
+        while (did := self._each(lambda _: next(work, end), 1, end)[0]) != end:
+            yield did

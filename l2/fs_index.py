@@ -16,6 +16,7 @@ the order.  A batch is a chain from root to tail, so its last item counts as its
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -24,8 +25,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvkeep.shm.policies import POLICIES
+from kvkeep.shm.guard import Guarded
+from kvkeep.shm.policies import POLICIES, Order, eviction_policy
 from kvkeep.shm.recency import Clock
+
+log = logging.getLogger("kvkeep.l2.fs")
 
 NAME_BYTES = 20
 _SPARE = 1024  # entries beyond what the limit allows; the arrays are virtual memory until they are used
@@ -64,12 +68,19 @@ class CapacityIndex:
         self._storing: dict[bytes, int] = {}  # with the bytes reserved
         self._leaving: dict[bytes, int] = {}  # with the slot
         self._gone_since: set[bytes] | None = None  # during a scan
-        self._order = POLICIES[policy](self._recency, self._keys)
+        self._order = self._ordered_by(policy)
         self._clock = Clock()
         self._used = 0
         self._reserved = 0
         self._now = 0
         self._lock = threading.Lock()
+
+    def _ordered_by(self, name: str) -> Order:
+        policy = eviction_policy(name)
+        if name in POLICIES:
+            return policy(self._recency, self._keys)
+        members = lambda: np.fromiter(self._slots.values(), dtype=np.int64, count=len(self._slots))
+        return Guarded(policy, self._recency, self._keys, members, lambda reason: log.error("fs: %s", reason))
 
     # ---- reading -----------------------------------------------------------------------------------------------------
 
@@ -90,6 +101,10 @@ class CapacityIndex:
     def names(self) -> list[bytes]:
         with self._lock:
             return list(self._slots)
+
+    def names_in(self, folder: int, root: int) -> list[bytes]:
+        with self._lock:
+            return [name for name, slot in self._slots.items() if name[0] == folder and self._roots[slot] == root]
 
     def times(self, count: int) -> range:
         """For a batch in root-to-tail order: descending, all above every earlier one."""

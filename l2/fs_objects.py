@@ -122,7 +122,7 @@ class ObjectFiles:
             os.close(fd)
 
     def fetch(self, root: Root, name: bytes, key: Key, most: int, used_ns: int) -> Seen:
-        """The object in fresh memory, if it has no more than ``most`` bytes."""
+        """The object in fresh memory, if it has no more than ``most`` bytes.  ``used_ns`` 0: this is no use of it."""
         try:
             return self._fetch(root, name, key, most, used_ns, root.direct)
         except OSError as error:
@@ -147,6 +147,8 @@ class ObjectFiles:
             os.close(fd)
 
     def _touch(self, fd: int, used_ns: int) -> None:
+        if not used_ns:
+            return  # a check is no use
         try:
             os.utime(fd, ns=(used_ns, used_ns))
         except OSError:
@@ -172,6 +174,14 @@ class ObjectFiles:
             return self._head(fd) if stat.S_ISREG(os.fstat(fd).st_mode) else None
         except OSError:
             return None
+        finally:
+            os.close(fd)
+
+    def read_header(self, root: Root, name: bytes) -> Header | None:
+        """None = it does not verify, or the file is not as long as it says.  Raises OSError."""
+        fd = root.open(name, False)
+        try:
+            return self._whole(fd, _regular(fd))
         finally:
             os.close(fd)
 

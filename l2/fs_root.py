@@ -39,6 +39,7 @@ _MARK_MAGIC = b"KVKEEPF1"
 _MARK_BYTES = 48
 _OWNER_AT, _OWNER_BYTES = 64, 192
 _NAME = re.compile(r"[0-9a-f]{40}\Z")
+_UNFINISHED_MARK = re.compile(re.escape(_MARK) + r"\.[0-9a-f]{16}\Z")
 _TEMP = re.compile(r"([0-9a-f]{16})\.(lock|[0-9]+)\Z")
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
 
@@ -58,6 +59,7 @@ class Root:
         self._temps = itertools.count()
         self._unnamed = True  # O_TMPFILE and link work
         self._secret = b""
+        self._unreadable = 0  # folders, see `take_unreadable`
         self._mark_fd = self._tmp_fd = self._lock_fd = self.fd = -1
 
     # ---- owning ------------------------------------------------------------------------------------------------------
@@ -73,7 +75,7 @@ class Root:
             self.fd = _own_directory(self.path, "objects")
             self._tmp_fd = _own_directory(self.path, "tmp")
             self._lock_temps()
-            self._remove_dead_temps()
+            self.remove_dead_temps()
             if len(os.listdir(self.fd)) < len(FOLDERS):
                 for folder in FOLDERS:
                     self._make_folder(folder)
@@ -141,7 +143,7 @@ class Root:
                 return
             os.close(fd)
 
-    def _remove_dead_temps(self) -> None:
+    def remove_dead_temps(self) -> None:
         """Of processes that are gone: nobody holds their lock, so we can (files without a lock get one for that)."""
         names = [match for match in map(_TEMP.match, os.listdir(self._tmp_fd)) if match and match[1] != self._id]
         for owner in {match[1] for match in names}:
@@ -267,13 +269,45 @@ class Root:
         for number in range(folder, len(FOLDERS)):
             try:
                 fd = os.open(FOLDERS[number], _DIRECTORY, dir_fd=self.fd)
+            except FileNotFoundError:
+                continue
             except OSError:
+                self._unreadable += 1
                 continue
             try:
                 listed = sorted(name for name in os.listdir(fd) if _NAME.match(name) and name[:2] == FOLDERS[number])
             finally:
                 os.close(fd)
             yield from (name for name in map(bytes.fromhex, listed) if name > after)
+
+    def take_unreadable(self) -> int:
+        """Folders that `names_from` could not look into since the last call of this."""
+        count, self._unreadable = self._unreadable, 0
+        return count
+
+    # ---- tidying -----------------------------------------------------------------------------------------------------
+
+    def remove_dead_marks(self) -> int:
+        """Of processes that died while they made the directory.  Only while the root is ours alone."""
+        removed = 0
+        for name in os.listdir(self.path):
+            if _UNFINISHED_MARK.match(name):
+                try:
+                    os.unlink(os.path.join(self.path, name))
+                    removed += 1
+                except OSError:
+                    pass
+        return removed
+
+    def remove_folder(self, folder: str) -> bool:
+        """If nothing is in it; it is made again when something comes."""
+        try:
+            os.rmdir(folder, dir_fd=self.fd)
+        except OSError:
+            return False
+        return True
+
+    # ---- the medium --------------------------------------------------------------------------------------------------
 
     def free_bytes(self) -> tuple[int, int]:
         """(device, bytes that we may still use on it)"""

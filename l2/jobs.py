@@ -1,6 +1,6 @@
 """What control and a mover say to each other: jobs one way, answers the other.
 
-    control ── Find, Put, Get, Drop, Measure, Probe ──► mover
+    control ── Find, Put, Get, Drop, Measure, Probe, Manage ──► mover
             ◄── Ready | Failed (once), then one Answer per job ──
 
 The channel is a pair of connected AF_UNIX SOCK_SEQPACKET sockets: one message is one packet of at most MAX_PACKET
@@ -91,7 +91,7 @@ class Describe(msgspec.Struct, frozen=True, array_like=True, tag="describe"):
 
 
 class Drop(Chunks, frozen=True, tag="drop"):
-    """Answer: OK for every chunk, there or not."""
+    """Answer: OK for every chunk that is gone for certain, there before or not."""
 
 
 class Measure(Job, frozen=True, tag="measure"):
@@ -102,7 +102,16 @@ class Probe(Job, frozen=True, tag="probe"):
     """Does the medium work again?  A small object is stored, read back and deleted."""
 
 
-AnyJob: TypeAlias = Find | Put | Get | Drop | Measure | Probe
+class Manage(Job, frozen=True, tag="manage"):
+    """One small step of management (see maintenance.py).  Answer: `data` is a maintenance.Step."""
+
+    what: str  # a maintenance.What
+    namespace: bytes = b""  # only of this digest; empty = all
+    cursor: bytes = b""
+    limit: int = 0  # objects, 0 = as many as make a step
+
+
+AnyJob: TypeAlias = Find | Put | Get | Drop | Measure | Probe | Manage
 
 
 class Usage(msgspec.Struct, frozen=True, array_like=True):
@@ -129,6 +138,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
     detail: str = ""  # one sentence about the first failure
     usage: Usage | None = None
     counters: dict[str, int] | None = None  # the adapter's, with Measure
+    data: bytes = b""  # with Manage
 
 
 Message: TypeAlias = Ready | Failed | Answer

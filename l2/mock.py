@@ -8,12 +8,26 @@ Objects are whole records, header and payload, and are verified like on a real m
 
 from __future__ import annotations
 
+import builtins
 import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 
-from kvkeep.l2.adapter import MISS, OK, Adapter, AdapterError, Fetched, Item, Key, Listing, Outcome, Result, Usage
+from kvkeep.l2.adapter import (
+    MISS,
+    OK,
+    Adapter,
+    AdapterError,
+    Fetched,
+    Item,
+    Key,
+    Listing,
+    Outcome,
+    Result,
+    Usage,
+    Verified,
+)
 from kvkeep.l2.options import Options
 from kvkeep.l2.record import HEADER_BYTES, Header, header_of, pack, payload_checksum, unpack
 
@@ -155,6 +169,22 @@ class MockAdapter(Adapter):
             after = sorted(key for key in self.objects if _flat(key) > cursor)
             page = [(key, len(self.objects[key]) - HEADER_BYTES) for key in after[:limit]]
         return Listing(page, _flat(page[-1][0]) if len(after) > limit and page else b"")
+
+    def serdes(self, keys: Sequence[Key]) -> builtins.list[tuple[int, ...]]:
+        with self._lock:
+            headers = [unpack(memoryview(self.objects[key])) if key in self.objects else None for key in keys]
+        return [header.serdes if header is not None else () for header in headers]
+
+    def verify(self, cursor: bytes, nbytes: int) -> Verified:
+        page = self.list(cursor, 1)
+        self._wait(sum(size for _, size in page.objects))
+        with self._lock:
+            found = [self._verified(key) for key, _ in page.objects]
+        corrupt = [isinstance(one, Result) and one.outcome == Outcome.CORRUPT for one in found]
+        which = zip(page.objects, corrupt, strict=True)
+        details = [f"{key.chunk.hex()[:12]}: did not verify; it is removed" for (key, _), bad in which if bad]
+        read = sum(size for _, size in page.objects)
+        return Verified(len(found), read, sum(corrupt), 0, details, page.cursor)
 
     def usage(self) -> Usage:
         with self._lock:

@@ -31,11 +31,13 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 
 from kvkeep.l2 import jobs as j
 from kvkeep.l2.adapter import OK, Adapter, AdapterError, Fetched, Item, Key, Outcome, Result
 from kvkeep.l2.jobs import Code
+from kvkeep.l2.maintenance import Maintenance
 from kvkeep.l2.serde_codec import Codec, NotEncoded
 
 THREADS = 4
@@ -45,7 +47,7 @@ RETRY_DELAYS_S = (0.05, 0.25)
 STALL_S = 60.0
 BEAT_S = 1.0
 FINISH_S = 1.5  # for running jobs, when told to stop
-_RANK: dict[type[j.Job], int] = {j.Find: 0, j.Measure: 0, j.Probe: 0, j.Get: 1, j.Put: 2, j.Drop: 3}
+_RANK: dict[type[j.Job], int] = {j.Find: 0, j.Measure: 0, j.Probe: 0, j.Get: 1, j.Put: 2, j.Drop: 3, j.Manage: 4}
 EXIT_OUT_OF_CONTROL = 70
 MAX_COUNTERS = 256  # of an adapter's own that are shown
 _FAULTS = (Outcome.IO_ERROR, Outcome.UNAVAILABLE)
@@ -79,10 +81,11 @@ class Mover:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._sending = threading.Lock()
-        self._waiting: tuple[deque[j.AnyJob], ...] = (deque(), deque(), deque(), deque())
+        self._waiting: tuple[deque[j.AnyJob], ...] = tuple(deque() for _ in range(5))
         self._running: dict[int, tuple[float, j.AnyJob]] = {}  # by job id: when it started
         self._most_stores = 1
         self._stopping = False
+        self._maintenance = Maintenance(adapter)
 
     # ---- the main thread ---------------------------------------------------------------------------------------------
 
@@ -184,7 +187,7 @@ class Mover:
         with self._changed:
             while not self._stopping:
                 for rank, waiting in enumerate(self._waiting):
-                    if waiting and (rank < 2 or self._storing() < self._most_stores):
+                    if waiting and (rank < 2 or self._storing() < self._most_stores) and not self._managing(rank):
                         job = waiting.popleft()
                         self._running[job.id] = (time.monotonic(), job)
                         return job
@@ -193,6 +196,9 @@ class Mover:
 
     def _storing(self) -> int:
         return sum(_RANK[type(job)] >= 2 for _, job in self._running.values())
+
+    def _managing(self, rank: int) -> bool:
+        return rank == _RANK[j.Manage] and any(isinstance(job, j.Manage) for _, job in self._running.values())
 
     def _loads_about(self) -> bool:
         return bool(self._waiting[1]) or any(isinstance(job, j.Get) for _, job in self._running.values())
@@ -210,13 +216,17 @@ class Mover:
         elif isinstance(job, j.Put):
             self._store(job)
         elif isinstance(job, j.Drop):
-            self._adapter.delete(list(_keys(job)))
-            self._answer(job, [Code.OK] * n)
+            gone = self._adapter.erase(list(_keys(job)))
+            whole = [all(gone[i * job.shards : (i + 1) * job.shards]) for i in range(n)]
+            self._answer(job, [Code.OK if yes else Code.IO_ERROR for yes in whole], usage=self._usage())
         elif isinstance(job, j.Measure):
             counters = Counter(dict(self._codec.counters) | dict(self._adapter.counters))
             self._answer(job, [Code.OK], usage=self._usage(), counters=dict(counters.most_common(MAX_COUNTERS)))
         elif isinstance(job, j.Probe):
             self._probe(job)
+        elif isinstance(job, j.Manage):
+            step = self._maintenance.step(job.what, job.namespace, job.cursor, job.limit)
+            self._answer(job, [Code.OK], usage=self._usage(), data=msgspec.msgpack.encode(step))
 
     def _load(self, job: j.Get) -> None:
         items = list(zip(_keys(job), self._views(job), strict=True))
@@ -363,8 +373,9 @@ class Mover:
         detail: str = "",
         usage: j.Usage | None = None,
         counters: dict[str, int] | None = None,
+        data: bytes = b"",
     ) -> None:
-        self._send(j.Answer(job.id, bytes(codes), errno, detail[:500], usage, counters))
+        self._send(j.Answer(job.id, bytes(codes), errno, detail[:500], usage, counters, data))
 
     def _send(self, message: j.Message) -> None:
         packet = j.encode(message)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from kvkeep.l2.adapter import AdapterError
 
@@ -50,6 +50,15 @@ class Options:
         names = list(allowed)
         if not isinstance(value, str) or value not in names:
             raise self.wrong(key, value, "one of " + ", ".join(names) + nearest(str(value), names))
+        return value
+
+    def checked(self, key: str, default: str, check: Callable[[str], object]) -> str:
+        """A text that ``check`` takes; it raises ValueError with the rest of a sentence."""
+        value = self.text(key, default)
+        try:
+            check(value)
+        except ValueError as problem:
+            raise AdapterError(f"{self.what}: '{key}': {problem}") from None
         return value
 
     def flag(self, key: str, default: bool) -> bool:

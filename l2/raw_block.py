@@ -40,7 +40,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from kvkeep.l2.adapter import Adapter, AdapterError, Fetched, Item, Key, Listing, Outcome, Result, Usage
+from kvkeep.l2.adapter import Adapter, AdapterError, Fetched, Item, Key, Listing, Outcome, Result, Usage, Verified
 from kvkeep.l2.options import Options
 from kvkeep.l2.raw_io import Engine, Threads
 from kvkeep.l2.raw_layout import Geometry
@@ -51,6 +51,7 @@ from kvkeep.l2.raw_store import Store
 from kvkeep.l2.raw_uring import Uring
 
 GROUP = 64  # objects that go through their steps together
+COMPACT_TABLES = 16  # written in one step of a compaction
 _CURSOR = struct.Struct("<Q")
 _LIST_STEP = 65536
 _CLOSED = Result(Outcome.UNAVAILABLE, detail="the adapter is closed")
@@ -260,6 +261,67 @@ class RawBlockAdapter(Adapter):
                     at = rows[-1] + 1 if rows and len(found) == limit else at + _LIST_STEP
                 more = at < objects.end
             return Listing(found, _CURSOR.pack(at) if more else b"")
+
+    # Management
+
+    def erase(self, keys: Sequence[Key]) -> builtins.list[bool]:
+        """Gone also after a power cut, or it is not said that they are gone."""
+        before = self.counters["delete_not_durable"]
+        self.delete(keys)
+        durable = self.counters["delete_not_durable"] == before
+        return [durable and not there for there in self.lookup(keys)]
+
+    def serdes(self, keys: Sequence[Key]) -> builtins.list[tuple[int, ...]]:
+        with self._use() as parts:
+            found: builtins.list[tuple[int, ...]] = []
+            for start in range(0, len(keys), GROUP):
+                group = keys[start : start + GROUP]
+                found += parts[1].serdes(group) if parts is not None else [()] * len(group)
+            return found
+
+    def verify(self, cursor: bytes, nbytes: int) -> Verified:
+        counts: Counter[Outcome] = Counter()
+        details: builtins.list[str] = []
+        read, closed = 0, True
+        while read < nbytes:
+            page = self.list(cursor, 1)
+            cursor = page.cursor
+            with self._use() as parts:
+                closed = parts is None
+                for key, size in page.objects:
+                    result = parts[1].verify([key])[0] if parts is not None else _CLOSED
+                    counts[result.outcome] += 1
+                    read += size
+                    if result.detail and result.outcome not in (Outcome.OK, Outcome.MISS):
+                        self.counters[result.outcome.name.lower()] += 1
+                        details.append(f"{key.chunk.hex()[:12]} shard {key.shard}: {result.detail}")
+            if not cursor:
+                break
+        unreadable = int(closed) + counts[Outcome.IO_ERROR] + counts[Outcome.UNAVAILABLE]
+        looked = counts.total() - counts[Outcome.MISS]
+        return Verified(looked, read, counts[Outcome.CORRUPT], unreadable, details, cursor)
+
+    def compact(self) -> Iterator[tuple[str, int]]:
+        """Checkpoint the index, so that the next start has no journal to read; empty slabs are free for any size."""
+        with self._use() as parts:
+            if parts is None:
+                return
+            room = parts[0]
+            with room.mutex:
+                pages = room.journal.used
+                dirty = room.journal.dirty_slabs()
+                empty = int(((room.slabs.blocks > 0) & (room.slabs.busy == 0)).sum())
+        for start in range(0, len(dirty), COMPACT_TABLES):
+            with self._use() as parts:
+                if parts is None or parts[0].journal.checkpoint(dirty[start : start + COMPACT_TABLES]):
+                    yield "tables_not_written", 1
+                    return
+            yield "tables_written", len(dirty[start : start + COMPACT_TABLES])
+        with self._use() as parts:
+            if parts is not None and dirty and not parts[0].journal.anchor():
+                yield "journal_pages_freed", max(0, pages - parts[0].journal.used)
+        if empty:
+            yield "empty_slabs", empty
 
     def usage(self) -> Usage:
         with self._use() as parts:

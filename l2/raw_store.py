@@ -280,6 +280,15 @@ class Store:
         self._count(results)
         return fetched
 
+    def verify(self, keys: Sequence[Key]) -> list[Result]:
+        """Read and check, as `fetch` does; this is no use of them."""
+        return self._load(keys, lambda _, size: Memory(size).view[:size], used=False)[0]
+
+    def serdes(self, keys: Sequence[Key]) -> list[tuple[int, ...]]:
+        """From the headers; () for what cannot be read."""
+        read = self._load(keys, lambda _, size: None, used=False)[1]
+        return [read[i].header.serdes if i in read else () for i in range(len(keys))]
+
     def _wrong_length(self, detail: str) -> Result:
         with self.room.mutex:
             self.room.counters["wrong_length"] += 1
@@ -291,7 +300,7 @@ class Store:
                 self.room.counters[_LOADED.get(result.outcome, "io_errors")] += 1
 
     def _load(
-        self, keys: Sequence[Key], target: Callable[[int, int], memoryview | None]
+        self, keys: Sequence[Key], target: Callable[[int, int], memoryview | None], *, used: bool = True
     ) -> tuple[list[Result], dict[int, _Read]]:
         """``target`` is given place in the batch and stored bytes, and gives memory for them, or None."""
         room = self.room
@@ -307,7 +316,8 @@ class Store:
                 place = Place(slab, slot, int(room.slabs.blocks[slab]), int(room.slabs.generation[slab]))
                 room.pin(row)
                 loading.append(_Loading(i, row, key, place, room.objects.size(row)))
-            room.touch(rows[rows >= 0])
+            if used:
+                room.touch(rows[rows >= 0])
         wrong: set[int] = set()
         read: dict[int, _Read] = {}
         try:

@@ -21,12 +21,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvkeep.shm.guard import Guarded
 from kvkeep.shm.heads import Heads
 from kvkeep.shm.index import Found, Index, Place
 from kvkeep.shm.layout import State
 from kvkeep.shm.namespaces import Namespace, NamespaceTable
-from kvkeep.shm.policies import POLICIES, Order
-from kvkeep.shm.recency import Clock
+from kvkeep.shm.policies import POLICIES, Order, eviction_policy
+from kvkeep.shm.recency import Clock, LruOrder
 from kvkeep.shm.slabs import SizeClass, Slabs
 from kvkeep.shm.table import EntryTable
 
@@ -94,8 +95,10 @@ class Arena:
         self.bytes_reserved = 0
         self.reserving = True  # memory is still being made ready: wait for it rather than evict
         self.bytes_total = slabs.units * slabs.slab_bytes
-        self._policy = POLICIES[policy]
-        self.evicts = self._policy.evicts
+        self._policy = eviction_policy(policy)
+        self._trusted = policy in POLICIES
+        self.policy_trouble = ""  # why it is not the configured policy that decides
+        self.evicts = bool(getattr(self._policy, "evicts", True))
         self._watermark, self._ratio = watermark, ratio
         self._draining_to: int | None = None  # bytes; a watermark eviction is under way
         self._orders: dict[int, Order] = {}
@@ -612,8 +615,24 @@ class Arena:
     def _order(self, extent: int) -> Order:
         order = self._orders.get(extent)
         if order is None:
-            order = self._orders[extent] = self._policy(self.table.recency, self.table.keys)
+            order = self._orders[extent] = self._made_order(extent)
         return order
+
+    def _made_order(self, extent: int) -> Order:
+        if self._trusted:
+            return self._policy(self.table.recency, self.table.keys)
+        if self.policy_trouble:
+            return LruOrder(self.table.recency)
+
+        def members() -> I64:
+            used = np.setdiff1d(self.table.used(), self.zombies)
+            mine: I64 = used[self.table.extent_bytes[used] == extent]
+            return mine
+
+        def tell(trouble: str) -> None:
+            self.policy_trouble = trouble
+
+        return Guarded(self._policy, self.table.recency, self.table.keys, members, tell)
 
     def adopt_order(self, extent: int, entries: I64, stamps: U64) -> None:
         self._order(extent).adopt(entries, stamps)

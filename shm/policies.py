@@ -2,7 +2,8 @@
 
 A policy is a class whose objects are orders: one per size class in L1, made from two columns of the entry table.  The
 columns belong to the table; an entry whose ``recency`` is 0 is in no order.  To add one, write the class and name it
-in POLICIES: tests/shm runs every name through the properties that all must have.
+in POLICIES: tests/shm runs every name through the properties that all must have.  Or keep it in a package of one's own,
+see registry.py and docs/policies.md; in the daemon such a one is behind a fence (guard.py).
 
     LRU          tails before heads; the least recent goes                                        recency.py
     Adaptive     what this cache's own history says is least likely to be used soon; recommended  adaptive.py
@@ -14,11 +15,12 @@ in POLICIES: tests/shm runs every name through the properties that all must have
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from kvkeep.shm import registry
 from kvkeep.shm.adaptive import Adaptive
 from kvkeep.shm.arc import Arc
 from kvkeep.shm.isolated import IsolatedLru
@@ -73,3 +75,9 @@ class Policy(Protocol):
 POLICIES: dict[str, Policy] = {
     policy.name: policy for policy in (LruOrder, Adaptive, Arc, S3Fifo, IsolatedLru, NoEviction)
 }
+GROUP = "kvkeep.eviction_policies"
+
+
+def eviction_policy(name: str) -> Policy:
+    """Built in or not.  ValueError with the rest of a sentence."""
+    return POLICIES.get(name) or cast(Policy, registry.load(GROUP, name, POLICIES))

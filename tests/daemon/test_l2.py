@@ -37,7 +37,7 @@ def test_what_l1_forgot_is_loaded_from_l2(make_daemon: Make, tmp_path: Path, med
         ns, keys = register(kv), chain(1, 40)
         assert store(kv, ns, keys) == 40
         stored(kv, 40)
-        assert kv.clear() == 40
+        assert kv.clear(l1_only=True) == 40
         assert kv.lookup(ns, keys).ready == 0, "a lookup that does not wait sees L1 only"
         assert read(kv, ns, keys) == 40
         assert read(kv, ns, [*keys, *chain(2, 3)]) == 40, "and no more than was stored"
@@ -67,7 +67,7 @@ def test_chunks_of_several_shards_come_back_whole(make_daemon: Make, tmp_path: P
         ns, keys = register(kv, 5000, shards), chain(1, 6)
         store(kv, ns, keys, 5000, shards)
         stored(kv, 6)
-        kv.clear()
+        kv.clear(l1_only=True)
         assert read(kv, ns, keys, size=5000, shards=shards) == 6
         at_rest(kv)
 
@@ -78,7 +78,7 @@ def test_a_chain_of_many_windows_is_loaded_whole(make_daemon: Make, tmp_path: Pa
         for start in range(0, 1500, 500):
             kv.store(ns, keys[: start + 500], [payload(k, 4096) for k in keys[start : start + 500]], start=start)
         stored(kv, 1500)
-        kv.clear()
+        kv.clear(l1_only=True)
         assert read(kv, ns, keys, size=4096) == 1500
         at_rest(kv)
 
@@ -89,7 +89,7 @@ def test_a_chain_larger_than_the_promotion_budget_comes_in_pieces(make_daemon: M
         ns, keys = register(kv), chain(1, 150)
         store(kv, ns, keys)
         stored(kv, 150)
-        kv.clear()
+        kv.clear(l1_only=True)
         assert read(kv, ns, keys) == 150, "9 MiB of chunks through a budget of 4 MiB"
         at_rest(kv)
 
@@ -99,7 +99,7 @@ def test_many_who_ask_at_once_share_one_load(make_daemon: Make, tmp_path: Path) 
         ns, keys = register(kv), chain(1, 30)
         store(kv, ns, keys)
         stored(kv, 30)
-        kv.clear()
+        kv.clear(l1_only=True)
         pending = [kv.begin_lookup(ns, keys, wait_s=10) for _ in range(20)]
         found = [p.wait(15) for p in pending]
         assert [f.ready for f in found] == [30] * 20
@@ -116,7 +116,7 @@ def test_only_what_l1_lacks_is_asked_of_l2(make_daemon: Make, tmp_path: Path) ->
         stored(kv, 30)
         assert read(kv, ns, keys) == 30
         assert row(kv)["finds"] == 0
-        kv.delete(ns, keys[20:])
+        kv.delete(ns, keys[20:], l1_only=True)
         assert read(kv, ns, keys) == 30
         assert row(kv)["chunks_loaded"] == 10
         at_rest(kv)
@@ -129,7 +129,7 @@ def test_temporaries_vanish_with_their_last_reader_and_stay_under_retain(make_da
             ns, keys = register(kv), chain(1, 10)
             store(kv, ns, keys)
             stored(kv, 10)
-            kv.clear()
+            kv.clear(l1_only=True)
             first = kv.lookup(ns, keys, wait_s=10, deadline_s=15)
             second = kv.lookup(ns, keys, wait_s=10, deadline_s=15)
             assert (first.ready, second.ready) == (10, 10)
@@ -145,7 +145,7 @@ def test_temporaries_that_a_store_builds_on_stay_for_it(make_daemon: Make, tmp_p
         ns, keys = register(kv), chain(1, 12)
         store(kv, ns, keys[:10])
         stored(kv, 10)
-        kv.clear()
+        kv.clear(l1_only=True)
         with kv.lookup(ns, keys, wait_s=10, deadline_s=15) as found:
             assert found.ready == 10
             assert kv.store(ns, keys, [payload(k) for k in keys[10:]], start=10).stored == 2
@@ -167,7 +167,7 @@ def test_replaying_the_same_prompts_writes_nothing_more(make_daemon: Make, tmp_p
         written = files(tmp_path)
         assert len(written) == 60
         for _ in range(3):
-            kv.clear()
+            kv.clear(l1_only=True)
             for keys in prompts:
                 assert read(kv, ns, keys) == 15
             assert row(kv)["chunks_stored"] == 60, "what came from L2 is not given to it again"
@@ -189,7 +189,7 @@ def test_the_second_adapter_answers_for_what_the_first_lacks(make_daemon: Make, 
         eventually(lambda: kv.attached and kv.epoch == 2)
         eventually(lambda: all(r["phase"] == "serving" for r in kv.stats()["l2"]))
         stored(kv, 20, 0)  # ... and is given again what L1 still has
-        kv.clear()
+        kv.clear(l1_only=True)
         assert read(kv, ns, keys) == 20
         assert row(kv, 0)["chunks_loaded"] == 20
         assert row(kv, 1)["chunks_loaded"] == 0
@@ -209,7 +209,7 @@ def test_what_was_sealed_but_not_stored_is_stored_after_a_restart(make_daemon: M
     daemon.start()
     with attach(daemon) as kv:
         stored(kv, 30)
-        kv.clear()
+        kv.clear(l1_only=True)
         assert read(kv, register(kv), keys) == 30
         at_rest(kv)
 
@@ -262,7 +262,7 @@ def test_a_lookup_whose_deadline_passes_gets_what_is_ready(make_daemon: Make) ->
         ns, keys = register(kv), chain(1, 10)
         store(kv, ns, keys)
         stored(kv, 10)
-        kv.delete(ns, keys[4:])
+        kv.delete(ns, keys[4:], l1_only=True)
         began = time.monotonic()
         with kv.lookup(ns, keys, wait_s=0.3, deadline_s=5) as found:
             assert found.ready == 4
@@ -287,7 +287,7 @@ def test_pins_leave_room_for_loads(make_daemon: Make, tmp_path: Path) -> None:
         ns, wanted = register(kv), chain(1, 30)
         store(kv, ns, wanted)
         stored(kv, 30)
-        kv.delete(ns, wanted)
+        kv.delete(ns, wanted, l1_only=True)
         pinned, refusals = 0, []
         for i in range(2, 8):
             keys = chain(i, 30)

@@ -69,7 +69,7 @@ class Load:
             kv.store(ns, keys, [payload(k) for k in keys[good:]], start=good)
         if self.rng.random() < 0.5:
             with contextlib.suppress(Unavailable):
-                kv.delete(ns, keys)
+                kv.delete(ns, keys, l1_only=True)
 
     def end(self) -> None:
         self._end.set()
@@ -119,7 +119,7 @@ def test_killed_and_stopped_movers_under_load(make_daemon: Make, tmp_path: Path,
         ns, keys = register(kv), chain(999_999, 10)
         store(kv, ns, keys)
         eventually(lambda: all(r["bytes_queued"] == r["jobs"] == 0 for r in kv.stats()["l2"]), 60)
-        kv.delete(ns, keys)
+        kv.delete(ns, keys, l1_only=True)
         assert read(kv, ns, keys) == 10, "L2 works again"
         at_rest(kv)
 
@@ -145,7 +145,7 @@ def test_a_stopped_mover_costs_no_more_than_the_deadline_and_l1_serves_on(make_d
         store(kv, ns, in_l2)
         store(kv, ns, in_l1)
         stored(kv, 20)
-        kv.delete(ns, in_l2)
+        kv.delete(ns, in_l2, l1_only=True)
         pid = row(kv)["pid"]
         os.kill(pid, signal.SIGSTOP)
         began = time.monotonic()
@@ -164,7 +164,7 @@ def test_a_hung_load_keeps_its_extents_until_the_mover_is_gone(make_daemon: Make
         ns, keys = register(kv), chain(1, 10)
         store(kv, ns, keys)
         stored(kv, 10)
-        kv.delete(ns, keys)
+        kv.delete(ns, keys, l1_only=True)
         assert read(kv, ns, keys, wait_s=0.2) == 0
         assert kv.stats()["l1"]["reserved_bytes"] > 0, "the mover may still write there"
         eventually(lambda: row(kv)["jobs_late"] > 0)
@@ -203,7 +203,7 @@ def test_a_slow_medium_sheds_the_oldest_stores_and_loads_go_first(make_daemon: M
         ns, wanted = register(kv), chain(1, 16)
         store(kv, ns, wanted)
         stored(kv, 16)
-        kv.delete(ns, wanted)
+        kv.delete(ns, wanted, l1_only=True)
         for i in range(2, 10):  # 32 MiB at 10 MB/s
             store(kv, ns, chain(i, 64))
         l1_bytes = kv.stats()["l1"]["bytes_total"]
@@ -226,7 +226,7 @@ def test_damaged_objects_are_misses(make_daemon: Make, tmp_path: Path) -> None:
         for keys in chains:
             store(kv, ns, keys)
         stored(kv, 100)
-        kv.clear()
+        kv.clear(l1_only=True)
         hits = sum(read(kv, ns, keys) for keys in chains)
         assert 0 < hits < 100
         assert row(kv)["failures"]["corrupt"] > 0
@@ -241,7 +241,7 @@ def test_the_budget_of_loads_bounds_what_a_hung_mover_holds(make_daemon: Make) -
         for keys in chains:
             store(kv, ns, keys)
         stored(kv, 400)
-        kv.clear()
+        kv.clear(l1_only=True)
         pending = [kv.begin_lookup(ns, keys, wait_s=0.5) for keys in chains]
         for p in pending:
             assert p.wait(20).ready == 0
