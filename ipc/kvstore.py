@@ -265,13 +265,17 @@ class KVStore:
     def remove(self, key: StoreKey, *, deadline_s: float = REMOVE_DEADLINE_S) -> bool:
         """Drop a value, so that the key may get another.  False = it is not there, somebody reads or pins it, there is
         no daemon or no answer in time, or this user may not (root, the daemon's user and its admin uids may)."""
-        until = Until.after(deadline_s)
+        until = Until.after(deadline_s / 2, deadline_s / 2)
         name = name_of(key)
-        header = self._pages.find_header(name, until)
+        header = self._pages.find_header(name, until, l2=self.client.has_l2)  # names its further pages
+        known = (
+            header is not None
+            or self.client.lookup(self.namespace, name.hash, readers=0, deadline_s=until.left).ready > 0
+        )
         removed = self._delete(name.hash, until)
         if removed and header is not None and self._pages.further(header.nbytes):
             self._delete(self._pages.chain(name, header)[:-HASH_BYTES], until)
-        return removed
+        return removed and known
 
     def batched_remove(self, keys: Sequence[StoreKey], *, deadline_s: float = REMOVE_DEADLINE_S) -> int:
         """How many were dropped."""
@@ -286,7 +290,7 @@ class KVStore:
         return 0
 
     def _delete(self, hashes: bytes, until: Until) -> bool:
-        """Whether something went."""
+        """Whether something went; with L2: whether there is nothing of it any more."""
         bound = self.client._bound(self.namespace)
         if bound is None:
             return False
@@ -301,8 +305,8 @@ class KVStore:
             log.debug("a value was not removed: %s", error)
             return False
         report: dict[str, Any] = {"in_use": 0, "l2": []}
-        if detail := getattr(reply, "detail", b""):  # of a daemon with L2, see daemon/forget.py
-            report = json.loads(detail)
+        if reply.detail:  # of a daemon with L2, see daemon/forget.py
+            report = json.loads(reply.detail)
         return not report["in_use"] and bool(reply.count or any(row["removed"] for row in report["l2"]))
 
     def _clear_away(self, name: Name) -> None:

@@ -116,7 +116,7 @@ class Get:
         if not client.attached or client.hung or self._until.over:
             return
         self._tally.add(incomplete=1)
-        if not getattr(client, "has_l2", False):
+        if not client.has_l2:
             self.spoiled.append(name)
 
     def _corrupt(self, name: Name) -> None:

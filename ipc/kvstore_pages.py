@@ -151,7 +151,7 @@ class Pages:
             return None
         return header if len(header.digest) or not self.further(header.nbytes) else None
 
-    def find_header(self, name: Name, until: Until) -> Header | None:
-        """Of a value that is in L1.  Three round trips."""
-        with self.lookup([name.hash], until) as found:
+    def find_header(self, name: Name, until: Until, *, l2: bool = False) -> Header | None:
+        """Of a value that is there.  Three round trips."""
+        with self.lookup([name.hash], until, l2=l2) as found:
             return self.header(self.open(found, 1, until), 0, name)

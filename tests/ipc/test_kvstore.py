@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 from kvkeep.ipc import kvstore, kvstore_put
+from kvkeep.ipc import messages as m
 from kvkeep.ipc.client import Client
 from kvkeep.ipc.client_rpc import Channel
 from kvkeep.ipc.errors import ProtocolError
@@ -383,6 +384,7 @@ def test_eviction_takes_whole_values_and_gives_no_wrong_byte(make_daemon: Callab
         assert 0 < there < len(sizes)
         assert store.client.stats()["counters"]["entries_evicted"] > 0
         assert store.counters["corrupt"] == 0
+        assert store.counters["incomplete"] == 0, "the first page is the first to go"
         assert store.put("large", bytes(16 << 20)) is Put.FULL
         assert store.put("small", b"fits") is Put.STORED
         at_rest(store)
@@ -493,6 +495,17 @@ def test_a_lost_page_is_a_miss_and_the_same_value_can_be_put_again(store: KVStor
             assert store.counters["incomplete"] == 1
             eventually(lambda: not store.contains("k"))
     at_rest(store)
+
+
+def test_pages_that_an_evicted_value_left_are_not_taken_for_the_next_ones(store: KVStore) -> None:
+    assert store.put("k", payload(1, 4 * PAGE)) is Put.STORED
+    assert store.client.delete(store.namespace, name_of("k").hash) == 1, "its first page is the first to go"
+    assert store.get("k") is None
+    assert store.put("k", payload(2, 4 * PAGE)) is Put.STORED
+    assert data_of(store.get("k")) == payload(2, 4 * PAGE)
+    assert store.client.delete(store.namespace, name_of("k").hash) == 1
+    assert store.put("k", payload(1, 4 * PAGE)) is Put.STORED
+    assert data_of(store.get("k")) == payload(1, 4 * PAGE)
 
 
 def _declared(value: bytes) -> tuple[Any, ...]:
@@ -803,6 +816,29 @@ def test_what_l1_forgot_comes_from_l2_for_those_who_wait(make_daemon: Callable[.
         values = store.batched_get(["absent", *keys, "too"], wait_s=20)
         assert [data_of(v) for v in values] == [None, *items.values(), None]
         assert store.unpin("k2")
+        at_rest(store)
+
+
+def test_what_is_removed_does_not_come_back_from_l2(make_daemon: Callable[..., Daemon], tmp_path: Path) -> None:
+    daemon = make_daemon(fs(tmp_path))
+    with attach(daemon) as store:
+        eventually(lambda: all(row["phase"] == "serving" for row in store.client.stats()["l2"]))
+        for size in (100, 3 * PAGE):
+            before = store.client.stats()["l2"][0]["chunks_stored"]
+            pages = 1 + (size > PAGE) * 2
+            assert store.put("k", payload(1, size)) is Put.STORED
+            stored(store.client, before + pages)
+            assert store.remove("k")
+            assert store.get("k", wait_s=2) is None
+            assert not store.remove("k")
+            assert store.put("k", payload(2, size)) is Put.STORED
+            stored(store.client, before + 2 * pages)
+            eventually(lambda: store.client._manage(m.Ok, m.Clear, store.namespace.id, True).count > 0)
+            assert data_of(store.get("k", wait_s=20)) == payload(2, size)
+            assert store.put("other", b"1")
+            assert store.remove("k"), "also what only L2 has"
+            assert store.get("k", wait_s=2) is None
+            store.remove("other")
         at_rest(store)
 
 
