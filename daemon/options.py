@@ -268,7 +268,7 @@ OPTIONS: tuple[Option, ...] = (
         "LRU",
         "what goes when memory is short, of every chain its tail first: Adaptive = what it learnt to be used least, "
         "ARC, S3FIFO, LRU; noop = nothing, stores are refused",
-        choices=("Adaptive", "ARC", "S3FIFO", "LRU", "noop"),
+        choices=("Adaptive", "ARC", "S3FIFO", "LRU", "IsolatedLRU", "noop"),
         group="kvkeep.eviction_policies",
     ),
     Option(

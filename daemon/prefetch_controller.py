@@ -33,6 +33,7 @@ from kvkeep.daemon.l2_policies import Asked, Chunks, PrefetchPolicy
 from kvkeep.daemon.movers import Mover
 from kvkeep.l2 import jobs as j
 from kvkeep.l2.jobs import Code
+from kvkeep.shm import trace
 from kvkeep.shm.arena import ALL_SHARDS, FULL, GRANTED, ORPHAN, Arena
 from kvkeep.shm.layout import State
 from kvkeep.shm.namespaces import Namespace
@@ -74,6 +75,11 @@ class Task:
     source: list[int] = field(default_factory=list)  # per chunk of the window: an adapter's index, or _IN_L1, _NOWHERE
     to_ask: list[Mover] = field(default_factory=list)
     loads: int = 0  # open Get jobs
+
+    @property
+    def who(self) -> str:
+        """For the log."""
+        return "lookup " + ", ".join(str(w.handle.id) for w in self.interested[:8])
 
     @property
     def wanted(self) -> bool:
@@ -244,6 +250,8 @@ class PrefetchController:
         chunks = b"".join(task.keys[at + i].tobytes() for i in missing)
         job = j.Find(mover.next_id(), task.deadline, task.namespace.digest, task.namespace.shards, chunks)
         mover.totals["finds"] += 1
+        if trace.on(log):
+            trace.chunks(log, f"asked {mover.name}/{job.id} for {task.who}", task.keys[[at + i for i in missing]])
         mover.submit(job, lambda codes: self._found(task, mover, at, missing, codes))
 
     def _found(self, task: Task, mover: Mover, at: int, missing: list[int], codes: Sequence[int]) -> None:
@@ -252,6 +260,9 @@ class PrefetchController:
         for i, code in zip(missing, codes, strict=True):
             if code == Code.OK:
                 task.source[i] = mover.index
+        if trace.on(log):
+            there = [at + i for i in missing if task.source[i] == mover.index]
+            trace.chunks(log, f"found in {mover.name} for {task.who}", task.keys[there])
         self._ask_next(task)
 
     # ---- loading -----------------------------------------------------------------------------------------------------
@@ -323,7 +334,7 @@ class PrefetchController:
         task.loads += 1
         mover = self._movers[source] if source >= 0 else None
         if mover is None or not mover.available:  # L1 lost it since it was seen there, or the adapter is gone
-            self._loaded(load, None, [Code.UNAVAILABLE] * len(entries))
+            self._loaded(load, None, [Code.UNAVAILABLE] * len(entries), "nobody")
             return
         job = j.Get(
             mover.next_id(),
@@ -335,12 +346,14 @@ class PrefetchController:
             namespace.stride,
             table.offset[entries].tobytes(),
         )
-        log.debug("get %s/%d: %d chunks", mover.name, job.id, len(entries))
+        by = f"{mover.name}/{job.id}"
+        if trace.on(log):
+            trace.chunks(log, f"get {by} for {task.who}", table.keys[entries])
         mover.submit(
-            job, lambda codes: self._loaded(load, mover, codes), late=lambda: self._give_up(load), nbytes=nbytes
+            job, lambda codes: self._loaded(load, mover, codes, by), late=lambda: self._give_up(load), nbytes=nbytes
         )
 
-    def _loaded(self, load: Load, mover: Mover | None, codes: Sequence[int]) -> None:
+    def _loaded(self, load: Load, mover: Mover | None, codes: Sequence[int], by: str) -> None:
         """The mover has answered, or is dead: nobody writes to these extents any more."""
         self._loads.discard(load)
         self._loading -= load.nbytes
@@ -349,6 +362,10 @@ class PrefetchController:
         if mover is not None:
             mover.totals["chunks_loaded"] += count
             mover.totals["bytes_loaded"] += load.nbytes // len(good) * count
+        if trace.on(log):
+            keys = self.arena.table.keys[load.entries]
+            trace.chunks(log, f"loaded by {by} for {load.task.who}", keys[good])
+            trace.chunks(log, f"not loaded by {by} for {load.task.who}", keys[~good])
         self.counters["l2_chunks_loaded"] += count
         self.counters["l2_load_failures"] += len(good) - count
         if count < len(good):

@@ -30,6 +30,7 @@ from kvkeep.daemon.movers import Mover
 from kvkeep.daemon.sessions import References
 from kvkeep.l2 import jobs as j
 from kvkeep.l2.jobs import Code
+from kvkeep.shm import trace
 from kvkeep.shm.arena import Arena
 from kvkeep.shm.layout import CHECKSUM_SHARDS, State
 
@@ -306,14 +307,18 @@ class StoreController:
             sums,
         )
         self._held[id(held)] = held
-        log.debug("put %s/%d: %d chunks", mover.name, job.id, len(entries))
-        nbytes = len(entries) * namespace.extent_bytes
-        mover.submit(job, lambda codes: self._stored(mover, held, codes, namespace.extent_bytes), nbytes=nbytes)
+        if trace.on(log):
+            trace.chunks(log, f"put {mover.name}/{job.id}", table.keys[entries])
+        extent = namespace.extent_bytes
+        mover.submit(job, lambda codes: self._stored(mover, held, codes, job.id, extent), nbytes=len(entries) * extent)
 
-    def _stored(self, mover: Mover, held: References, codes: Sequence[int], extent: int) -> None:
+    def _stored(self, mover: Mover, held: References, codes: Sequence[int], job: int, extent: int) -> None:
         del self._held[id(held)]
         entries = held.entries
         good = np.array(codes, dtype=np.uint8) == Code.OK
+        if trace.on(log):
+            trace.chunks(log, f"stored by {mover.name}/{job}", self.arena.table.keys[entries[good]])
+            trace.chunks(log, f"not stored by {mover.name}/{job}", self.arena.table.keys[entries[~good]])
         stored = entries[good]
         self.arena.table.tiers[stored] |= np.uint32(mover.bit)
         mover.totals["chunks_stored"] += len(stored)

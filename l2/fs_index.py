@@ -79,8 +79,14 @@ class CapacityIndex:
         policy = eviction_policy(name)
         if name in POLICIES:
             return policy(self._recency, self._keys)
-        members = lambda: np.fromiter(self._slots.values(), dtype=np.int64, count=len(self._slots))
-        return Guarded(policy, self._recency, self._keys, members, lambda reason: log.error("fs: %s", reason))
+        return Guarded(
+            policy,
+            self._recency,
+            self._keys,
+            members=lambda: np.fromiter(self._slots.values(), dtype=np.int64, count=len(self._slots)),
+            belongs=lambda slots: self._sizes[slots] > 0,
+            tell=lambda reason: log.error("fs: %s", reason),
+        )
 
     # ---- reading -----------------------------------------------------------------------------------------------------
 

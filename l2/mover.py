@@ -180,6 +180,15 @@ class Mover:
                 log.exception("%s: %s", self.name, type(job).__name__)
                 self._answer(job, [Code.UNAVAILABLE] * j.chunk_count(job), detail=f"{type(e).__name__}: {e}")
             with self._changed:
+                began, _ = self._running[job.id]
+                log.debug(
+                    "%s/%d: %s of %d took %.1f ms",
+                    self.name,
+                    job.id,
+                    type(job).__name__.lower(),
+                    j.chunk_count(job),
+                    (time.monotonic() - began) * 1e3,
+                )
                 del self._running[job.id]
                 self._changed.notify_all()
 

@@ -15,12 +15,14 @@ Ownership of references and reservations is the caller's (see daemon/sessions.py
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import Counter, deque
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from kvkeep.shm import trace
 from kvkeep.shm.guard import Guarded
 from kvkeep.shm.heads import Heads
 from kvkeep.shm.index import Found, Index, Place
@@ -46,6 +48,8 @@ _STATE_WORD = 18  # of a record: state (low half), references (high half)
 _LOW = np.uint64(0xFFFFFFFF)
 _SEALED_WORD = np.uint64(State.SEALED)
 _EMPTY = np.empty(0, dtype=np.int64)
+
+log = logging.getLogger("kvkeep.arena")
 
 # STORE verdicts, as in ipc.messages.Verdict (shm does not import ipc)
 GRANTED, PRESENT, BUSY, FULL, ORPHAN = range(5)
@@ -393,6 +397,8 @@ class Arena:
 
     def _seal(self, entries: I64) -> None:
         self.table.seal(entries)
+        if trace.on(log):
+            trace.chunks(log, "sealed", self.table.keys[entries])
         if self.fresh is not None:
             self.fresh.append(entries)
         self.bytes_reserved -= int(self.table.extent_bytes[entries[0]]) * len(entries)
@@ -511,6 +517,8 @@ class Arena:
     def _evict_from(self, extent: int, want: int) -> int:
         victims = self._order(extent).pop(want, self._evictable)
         if len(victims):
+            if trace.on(log):
+                trace.chunks(log, "evicted", self.table.keys[victims])
             self.counters["entries_evicted"] += len(victims)
             self.counters["bytes_evicted"] += len(victims) * extent
             self.table.begin_evict(victims)
@@ -542,6 +550,9 @@ class Arena:
         """Remove those of ``entries`` that are sealed and not referenced.  Returns how many."""
         entries = entries[self._evictable(entries)]
         if len(entries):
+            if trace.on(log):
+                passed = counted_as == "entries_passed"
+                trace.chunks(log, "left with its last reader" if passed else "deleted", self.table.keys[entries])
             self.counters[counted_as] += len(entries)
             self.table.begin_evict(entries)
             self._leave_orders(entries)
@@ -632,7 +643,14 @@ class Arena:
         def tell(trouble: str) -> None:
             self.policy_trouble = trouble
 
-        return Guarded(self._policy, self.table.recency, self.table.keys, members, tell)
+        return Guarded(
+            self._policy,
+            self.table.recency,
+            self.table.keys,
+            members=members,
+            belongs=lambda entries: np.asarray(self.table.extent_bytes[entries] == extent),
+            tell=tell,
+        )
 
     def adopt_order(self, extent: int, entries: I64, stamps: U64) -> None:
         self._order(extent).adopt(entries, stamps)

@@ -32,13 +32,21 @@ class BrokenPromise(Exception):
 
 
 class Guarded:
-    """An `Order`.  ``members`` gives every entry that should be in it, from the entry table."""
+    """An `Order`.  From the entry table, ``members`` gives every entry that should be in it, and ``belongs`` says which
+    of some could be."""
 
     def __init__(
-        self, policy: Policy, recency: U64, keys: U64, members: Callable[[], I64], tell: Callable[[str], None]
+        self,
+        policy: Policy,
+        recency: U64,
+        keys: U64,
+        *,
+        members: Callable[[], I64],
+        belongs: Evictable,
+        tell: Callable[[str], None],
     ) -> None:
         self.name = getattr(policy, "name", "?")
-        self._recency, self._members, self._tell = recency, members, tell
+        self._recency, self._members, self._belongs, self._tell = recency, members, belongs, tell
         self._fallen = False
         self._slow = False
         self._order: Order = LruOrder(recency)
@@ -77,8 +85,8 @@ class Guarded:
         began = time.perf_counter()
         try:
             self._order.touch(chain, stamps, read=read, tenant=tenant)
-            if not (self._recency[chain] == stamps).all():
-                raise BrokenPromise("touch left other stamps in the recency column than it was given")
+            if not self._recency[chain].all():
+                raise BrokenPromise("touch left entries of the chain with recency 0")
         except Exception as problem:
             self._fall_back(problem)
             self._order.touch(chain, stamps, read=read)
@@ -102,7 +110,7 @@ class Guarded:
             raise BrokenPromise(f"pop gave {len(victims)} entries, some twice perhaps, when {want} were wanted")
         if victims.min() < 0 or victims.max() >= len(self._recency) or not evictable(victims).all():
             raise BrokenPromise("pop gave entries that must not go")
-        if not np.isin(victims, self._members()).all():
+        if not self._belongs(victims).all():
             raise BrokenPromise("pop gave entries of another order")
         if self._recency[victims].any():
             raise BrokenPromise("pop did not set the recency of what it gave to 0")
