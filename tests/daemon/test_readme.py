@@ -4,34 +4,23 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
-import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from kvkeep.daemon.options import OPTIONS
+from tests.conftest import Daemon
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
 
-def test_the_python_example_runs_against_a_daemon():
+def test_the_python_example_runs_against_a_daemon(make_daemon: Callable[..., Daemon]) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    name = f"kvk-test-{os.getpid()}-readme"
-    run_dir = tempfile.mkdtemp(prefix="kvk-test-")
     environ = {k: v for k, v in os.environ.items() if not k.startswith("KVKEEP_")}
-    argv = ["--name", name, "--run-dir", run_dir, "--l1-size-gb", "0.05"]
-    daemon = subprocess.Popen([sys.executable, "-m", "kvkeep.daemon.main", *argv], env=environ)
-    try:
-        environ["KVKEEP_RUN_DIR"] = run_dir
-        subprocess.run([sys.executable, "-c", code], env=environ, timeout=60, check=True)
-    finally:
-        daemon.kill()
-        daemon.wait()
-        for part in ("meta", "data"):
-            Path(f"/dev/shm/kvkeep-{name}-{part}").unlink(missing_ok=True)
-        shutil.rmtree(run_dir, ignore_errors=True)
+    environ["KVKEEP_RUN_DIR"] = str(make_daemon().run_dir)
+    subprocess.run([sys.executable, "-c", code], env=environ, timeout=60, check=True)
 
 
 def test_every_flag_and_file_that_the_documents_name_exists():
