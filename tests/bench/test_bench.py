@@ -25,6 +25,7 @@ CASES = {
     },
     "data": {f"{op}/1MiB/{clients}" for op in ("store", "retrieve") for clients in (1, 2)},
     "restart": {"cold/64MiB", "warm/1k"},
+    "serde": {f"zstd/{dtype}/{what}" for dtype in ("bfloat16", "float16") for what in ("size", "encode", "decode")},
     "footprint": {"rss_mb", "bytes_per_entry", "idle_cpu_percent", "start_seconds"},
 }
 

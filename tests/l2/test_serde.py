@@ -73,7 +73,7 @@ def test_a_chain_is_a_name_an_object_or_a_list_of_them(config: object) -> None:
         ([["zstd"]], "each entry is a name or an object"),
         ({"level": 3}, "an object with a 'type', one of aesgcm, fp8, zstd"),
         ({"type": "zstd", "levle": 3}, "no option 'levle'.*did you mean 'level'"),
-        ({"type": "zstd", "level": 99}, "'level' is 99; it must be a whole number from 1 to 22"),
+        ({"type": "zstd", "level": 99}, "'level' is 99; it must be a whole number from 0 to 22"),
         ({"type": "fp8", "level": 1}, "no option 'level'"),
         ("aesgcm", "'key_file' is missing"),
         (["zstd"] * 5, "5 entries; the limit is 4"),
