@@ -54,6 +54,7 @@ class Config:
     eviction_policy: str = "LRU"
     eviction_trigger_watermark: float = 0.95
     eviction_ratio: float = 0.05
+    tenant_quotas: str = "{}"  # a JSON object: GiB per tenant
     max_clients: int = 4096
     allow_uids: tuple[int, ...] = ()
     allow_gids: tuple[int, ...] = ()
@@ -75,6 +76,12 @@ class Config:
     def adapters(self) -> list[dict[str, Any]]:
         """What to keep L2 in, in the order in which it is asked."""
         return [json.loads(text) for text in self.l2_adapter]
+
+    @property
+    def quotas(self) -> dict[str, float]:
+        """GiB of L1 per tenant."""
+        quotas: dict[str, float] = json.loads(self.tenant_quotas)
+        return quotas
 
     @property
     def entries(self) -> int:
@@ -186,6 +193,11 @@ def _check_together(config: Config) -> None:
                 f"--socket-group {config.socket_group!r} is not among this host's groups: create it, or leave it empty"
             ) from None
     _check_policies(config)
+    if config.quotas and config.eviction_policy != "IsolatedLRU":
+        raise ConfigError(
+            f"--tenant-quotas needs --eviction-policy IsolatedLRU, which is {config.eviction_policy}: set it, or leave "
+            "out the quotas"
+        )
     if not config.http_host:
         raise ConfigError("--http-host is empty: give an address such as 127.0.0.1")
 

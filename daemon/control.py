@@ -73,6 +73,7 @@ class Control:
             policy=config.eviction_policy,
             watermark=config.eviction_trigger_watermark,
             ratio=config.eviction_ratio,
+            quotas={tenant: int(gib * (1 << 30)) for tenant, gib in config.quotas.items()},
         )
         self.arena.now = time.monotonic()
         self.leases = LeaseTable(segments.leases, segments.meta_fd)

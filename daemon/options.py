@@ -20,7 +20,7 @@ _FALSE = {"false", "no", "off", "0"}
 @dataclass(frozen=True)
 class Option:
     name: str
-    kind: str  # "text" | "int" | "float" | "bool" | "choice" | "users" | "groups" | "mode" | "adapters" | "policy"
+    kind: str  # a key of _PARSERS
     default: Any
     help: str
     low: float | None = None
@@ -206,6 +206,21 @@ def _check_adapter(config: dict[str, Any]) -> None:
         raise ValueError(str(problem)) from None
 
 
+def _quotas(option: Option, raw: Any) -> str:
+    """A JSON object or a TOML table: GiB per tenant.  Kept as JSON."""
+    try:
+        found = json.loads(raw) if isinstance(raw, str) else raw
+    except ValueError as problem:
+        raise ValueError(f"{raw!r} is not JSON ({problem}): give an object like {_QUOTAS_EXAMPLE}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{raw!r} is not an object: give one like {_QUOTAS_EXAMPLE}")
+    for tenant, gib in found.items():
+        if isinstance(gib, bool) or not isinstance(gib, int | float) or not 0 <= gib <= 4096:
+            raise ValueError(f"the quota of {tenant!r} is {gib!r}: give 0 to 4096 GiB")
+    return json.dumps(found)
+
+
+_QUOTAS_EXAMPLE = '{"team-a": 64, "team-b": 16}'
 _EXAMPLE = '{"type": "fs", "base_path": "/var/cache/kvkeep"}'
 MAX_ADAPTERS = 16
 
@@ -217,6 +232,7 @@ _PARSERS: dict[str, Any] = {
     "bool": _bool,
     "choice": _choice,
     "policy": _policy,
+    "quotas": _quotas,
     "users": _ids,
     "groups": _ids,
     "mode": _mode,
@@ -267,7 +283,7 @@ OPTIONS: tuple[Option, ...] = (
         "policy",
         "LRU",
         "what goes when memory is short, of every chain its tail first: Adaptive = what it learnt to be used least, "
-        "ARC, S3FIFO, LRU; noop = nothing, stores are refused",
+        "ARC, S3FIFO, LRU, IsolatedLRU = LRU with quotas; noop = nothing, stores are refused",
         choices=("Adaptive", "ARC", "S3FIFO", "LRU", "IsolatedLRU", "noop"),
         group="kvkeep.eviction_policies",
     ),
@@ -275,6 +291,12 @@ OPTIONS: tuple[Option, ...] = (
         "eviction-trigger-watermark", "float", 0.95, "share of the bytes in use at which eviction starts", 0.01, 1.0
     ),
     Option("eviction-ratio", "float", 0.05, "share of the bytes that one round of eviction frees", 0.001, 1.0),
+    Option(
+        "tenant-quotas",
+        "quotas",
+        "{}",
+        f'with IsolatedLRU: GiB of L1 per tenant (the "tenant" of a manifest), e.g. {_QUOTAS_EXAMPLE}',
+    ),
     Option(
         "l2-adapter",
         "adapters",

@@ -179,10 +179,21 @@ class Client:
     # ---- namespaces --------------------------------------------------------------------------------------------------
 
     def register(
-        self, manifest: Mapping[str, Any] | Manifest, *, shard_bytes: int, shards: int = 1, deadline_s: float = 5.0
+        self,
+        manifest: Mapping[str, Any] | Manifest,
+        *,
+        shard_bytes: int,
+        shards: int = 1,
+        tenant: str = "",
+        deadline_s: float = 5.0,
     ) -> Namespace:
         """The namespace of this manifest and geometry; the same object for the same identity.  Without a daemon it is
-        registered when there is one.  Raises ProtocolError if the daemon refuses it."""
+        registered when there is one.  Raises ProtocolError if the daemon refuses it.
+
+        ``tenant`` becomes part of the manifest, so tenants share no chunk; IsolatedLRU evicts by it."""
+        if tenant:
+            plain = msgspec.to_builtins(manifest) if isinstance(manifest, Manifest) else manifest
+            manifest = {**plain, "tenant": tenant}
         self._session.check_process()
         if shard_bytes <= 0 or shards <= 0:
             raise ValueError(f"shard_bytes ({shard_bytes}) and shards ({shards}) must be positive")

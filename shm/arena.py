@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter, deque
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +27,7 @@ from kvkeep.shm import trace
 from kvkeep.shm.guard import Guarded
 from kvkeep.shm.heads import Heads
 from kvkeep.shm.index import Found, Index, Place
+from kvkeep.shm.isolated import IsolatedLru
 from kvkeep.shm.layout import State
 from kvkeep.shm.namespaces import Namespace, NamespaceTable
 from kvkeep.shm.policies import POLICIES, Order, eviction_policy
@@ -83,7 +85,9 @@ class Arena:
         policy: str = "LRU",
         watermark: float = 0.95,
         ratio: float = 0.05,
+        quotas: Mapping[str, int] | None = None,
     ) -> None:
+        """``quotas``: bytes per tenant (see isolated.py), of each size of chunk."""
         self.table = table
         self.namespaces = namespaces
         self.slabs = slabs
@@ -104,6 +108,7 @@ class Arena:
         self.policy_trouble = ""  # why it is not the configured policy that decides
         self.evicts = bool(getattr(self._policy, "evicts", True))
         self._watermark, self._ratio = watermark, ratio
+        self._quotas = dict(quotas or {})
         self._draining_to: int | None = None  # bytes; a watermark eviction is under way
         self._orders: dict[int, Order] = {}
         self._taken = np.zeros(table.capacity, dtype=np.uint64)  # shards being written
@@ -131,7 +136,18 @@ class Arena:
     def touch(self, namespace: Namespace, chain: I64, *, read: bool = True) -> None:
         """Entries of one chain, root first, become the most recent ones.  ``read``: found, as opposed to stored."""
         if len(chain):
-            self._order(namespace.extent_bytes).touch(chain, self.clock.stamps(len(chain)), read=read)
+            order = self._order(namespace.extent_bytes)
+            tenant = self._tenant_in(order, namespace)
+            order.touch(chain, self.clock.stamps(len(chain)), read=read, tenant=tenant)
+
+    def _tenant_in(self, order: Order, namespace: Namespace | None) -> int:
+        if not isinstance(order, IsolatedLru) or namespace is None or not namespace.tenant:
+            return 0
+        try:
+            return order.tenant(namespace.tenant)
+        except ValueError:  # too many: those beyond share what the nameless have
+            self.counters["tenants_refused"] += 1
+            return 0
 
     def acquire(self, entries: I64) -> None:
         """One more reference on each; ``entries`` are distinct."""
@@ -517,13 +533,17 @@ class Arena:
     def _evict_from(self, extent: int, want: int) -> int:
         victims = self._order(extent).pop(want, self._evictable)
         if len(victims):
-            if trace.on(log):
-                trace.chunks(log, "evicted", self.table.keys[victims])
-            self.counters["entries_evicted"] += len(victims)
-            self.counters["bytes_evicted"] += len(victims) * extent
-            self.table.begin_evict(victims)
-            self._forget(victims, quarantine=False)
+            self._let_go(victims, extent)
         return len(victims)
+
+    def _let_go(self, victims: I64, extent: int) -> None:
+        """They have left their order."""
+        if trace.on(log):
+            trace.chunks(log, "evicted", self.table.keys[victims])
+        self.counters["entries_evicted"] += len(victims)
+        self.counters["bytes_evicted"] += len(victims) * extent
+        self.table.begin_evict(victims)
+        self._forget(victims, quarantine=False)
 
     def _evictable(self, entries: I64) -> npt.NDArray[np.bool_]:
         word = self.table.words[entries, _STATE_WORD]
@@ -531,7 +551,9 @@ class Arena:
         return result
 
     def evict_step(self) -> bool:
-        """One bounded step of watermark eviction.  True = there is more to do."""
+        """One bounded step of eviction by watermark and quotas.  True = there is more to do."""
+        if self._quotas and self._evict_excess():
+            return True
         used = self.slabs.bytes_used
         if self._draining_to is None:
             if used <= self._watermark * self.bytes_total:
@@ -541,6 +563,16 @@ class Arena:
             self._draining_to = None
             return False
         return True
+
+    def _evict_excess(self) -> bool:
+        """What tenants hold above their quotas."""
+        for extent, order in self._orders.items():
+            if isinstance(order, IsolatedLru) and (over := order.excess()):
+                victims = order.pop_excess(min(EVICT_STEP, over), self._evictable)
+                if len(victims):
+                    self._let_go(victims, extent)
+                    return True
+        return False
 
     def housekeep(self) -> bool:
         """One bounded step of log compaction.  True = there is more to do."""
@@ -631,7 +663,11 @@ class Arena:
 
     def _made_order(self, extent: int) -> Order:
         if self._trusted:
-            return self._policy(self.table.recency, self.table.keys)
+            order = self._policy(self.table.recency, self.table.keys)
+            if isinstance(order, IsolatedLru):
+                for name, nbytes in self._quotas.items():
+                    order.set_quota(name, nbytes // extent)
+            return order
         if self.policy_trouble:
             return LruOrder(self.table.recency)
 
@@ -653,7 +689,16 @@ class Arena:
         )
 
     def adopt_order(self, extent: int, entries: I64, stamps: U64) -> None:
-        self._order(extent).adopt(entries, stamps)
+        order = self._order(extent)
+        if not isinstance(order, IsolatedLru):
+            order.adopt(entries, stamps)
+            return
+        spaces = self.table.namespace[entries]
+        tenants = {int(i): self._tenant_in(order, self.namespaces.get(int(i))) for i in np.unique(spaces)}
+        owners = np.array([tenants[i] for i in spaces.tolist()], dtype=np.int64)
+        for tenant in np.unique(owners):
+            mine = owners == tenant
+            order.adopt(entries[mine], stamps[mine], int(tenant))
 
     @property
     def bytes_evictable(self) -> int:

@@ -2,13 +2,15 @@
 
 Who is above his quota gives way first, whoever is the most above it, relative to the quota; then the least recent entry
 of all.  A tenant without a quota has no limit of his own and no right to room either.  So within their quotas nobody's
-scan evicts another's chunks before the scanner has gone back to his quota.
+scan evicts another's chunks before the scanner has gone back to his quota.  What is above the quotas may go at any time
+(`pop_excess`), also while there is room.
 
 A tenant is a number here: `tenant` gives one for a name (a salt, say).  The chains of two tenants share no chunk, as
 the salt is in every hash of a chain; should one be touched by another tenant after all, it is that one's from then on.
 Quotas are in entries of this order; who has quotas in bytes divides by the size of an extent.
 
-Only the stamps outlive the daemon: adopted entries belong to the nameless tenant 0 until somebody touches them.
+Only the stamps outlive the daemon: whoever adopts entries says whose they are, or they are the nameless tenant's until
+somebody touches them.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from kvkeep.shm.recency import NEVER, Evictable, LruOrder
 I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
 
-MAX_TENANTS = 65535
+MAX_TENANTS = 1024
 
 
 class IsolatedLru:
@@ -74,10 +76,17 @@ class IsolatedLru:
 
     def pop(self, want: int, evictable: Evictable) -> I64:
         """Up to ``want`` entries to evict, of every chain the tail first.  They leave the order."""
+        return self._pop(want, evictable, excess_only=False)
+
+    def pop_excess(self, want: int, evictable: Evictable) -> I64:
+        """The same, but only from those above their quotas, down to these."""
+        return self._pop(want, evictable, excess_only=True)
+
+    def _pop(self, want: int, evictable: Evictable, *, excess_only: bool) -> I64:
         parts: list[I64] = []
         barren: set[int] = set()  # tenants of whom nothing can go now
         while want > 0:
-            tenant, most, before = self._next(barren)
+            tenant, most, before = self._next(barren, excess_only)
             if tenant < 0:
                 break
             log = self._logs[tenant]
@@ -92,7 +101,7 @@ class IsolatedLru:
             want -= len(victims)
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
-    def _next(self, barren: set[int]) -> tuple[int, int, int]:
+    def _next(self, barren: set[int], excess_only: bool) -> tuple[int, int, int]:
         """Whose entries go next, how many at most, and up to which stamp; -1 = nobody's."""
         above = [
             (self.used[tenant] / max(quota, 0.5), tenant)
@@ -102,6 +111,8 @@ class IsolatedLru:
         if above:
             tenant = max(above)[1]
             return tenant, self.used[tenant] - self._quota[tenant], NEVER
+        if excess_only:
+            return -1, 0, 0
         stamps = [(log.candidate(), tenant) for tenant, log in enumerate(self._logs) if tenant not in barren]
         stamps = sorted(pair for pair in stamps if pair[0])[:2]
         if not stamps:
@@ -123,10 +134,10 @@ class IsolatedLru:
     def squeeze(self, live: int) -> bool:
         return any(log.squeeze(used) for log, used in zip(self._logs, self.used, strict=True))
 
-    def adopt(self, entries: I64, stamps: U64) -> None:
-        self._tenant[entries] = 0
-        self.used[0] += len(entries)
-        self._logs[0].adopt(entries, stamps)
+    def adopt(self, entries: I64, stamps: U64, tenant: int = 0) -> None:
+        self._tenant[entries] = tenant
+        self.used[tenant] += len(entries)
+        self._logs[tenant].adopt(entries, stamps)
 
     def members(self) -> I64:
         return np.concatenate([log.members() for log in self._logs])

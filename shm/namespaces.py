@@ -7,7 +7,9 @@ and no client needs it any more, so an id must never be kept across a restart wi
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from functools import cached_property
 
 import blake3
 import numpy as np
@@ -15,6 +17,8 @@ import numpy.typing as npt
 import xxhash
 
 from kvkeep.shm.layout import MAX_NAMESPACES, NAMESPACE, NAMESPACE_BYTES, PAGE, align
+
+MAX_TENANT_NAME = 128
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,15 @@ class Namespace:
     manifest: bytes  # canonical JSON
     shards: int
     shard_bytes: int
+
+    @cached_property
+    def tenant(self) -> str:
+        """Whose chunks these are, for quotas: the manifest's "tenant", "" = nobody's in particular."""
+        try:
+            tenant = json.loads(self.manifest).get("tenant")
+        except (ValueError, AttributeError, RecursionError):
+            return ""
+        return tenant if isinstance(tenant, str) and len(tenant) <= MAX_TENANT_NAME else ""
 
     @property
     def stride(self) -> int:

@@ -1,0 +1,63 @@
+"""IsolatedLRU with quotas per tenant, from the client to the eviction."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvkeep.daemon.config import ConfigError, load
+from tests.daemon.l2_helpers import MIB, SIZE, Make, attach, chain, read, store
+from tests.ipc.conftest import eventually
+
+QUOTAS = ("--eviction-policy=IsolatedLRU", '--tenant-quotas={"scanner": 0.00390625, "chat": 0.0078125}')  # 4 and 8 MiB
+
+
+def test_a_scan_of_one_tenant_does_not_cost_another_his_chunks(make_daemon: Make) -> None:
+    daemon = make_daemon(*QUOTAS, l1_mib=16)
+    with attach(daemon) as kv:
+        chat, scanner, nobody = (
+            kv.register({"model": "m"}, shard_bytes=SIZE, tenant=tenant) for tenant in ("chat", "scanner", "")
+        )
+        assert len({chat.id, scanner.id, nobody.id}) == 3, "tenants share no chunk"
+        keys = chain(1, 100)
+        store(kv, chat, keys)
+        for i in range(2, 12):
+            store(kv, scanner, chain(i, 40))
+        assert kv.lookup(chat, keys, readers=0).ready == 100
+        assert kv.lookup(scanner, keys, readers=0).ready == 0
+
+        def held(namespace: int) -> int:
+            return sum(int(one["bytes"]) for one in kv.stats()["namespaces"] if one["id"] == namespace)
+
+        eventually(lambda: held(scanner.id) <= 4 * MIB, 10)
+        store(kv, nobody, chain(20, 30))
+        assert read(kv, chat, keys, wait_s=0) == 100
+        assert kv.check() == {"ok": True, "problem": ""}
+    daemon.restart()  # the manifests say whose the adopted chunks are
+    with attach(daemon) as kv:
+        chat = kv.register({"model": "m"}, shard_bytes=SIZE, tenant="chat")
+        scanner = kv.register({"model": "m"}, shard_bytes=SIZE, tenant="scanner")
+        for i in range(30, 36):
+            store(kv, scanner, chain(i, 40))
+        assert kv.lookup(chat, keys, readers=0).ready == 100
+        assert kv.check() == {"ok": True, "problem": ""}
+
+
+def test_a_manifest_with_a_strange_tenant_belongs_to_nobody(make_daemon: Make) -> None:
+    with attach(make_daemon(*QUOTAS, l1_mib=16)) as kv:
+        for tenant in (7, ["x"], {"a": 1}, None, "x" * 1000):
+            ns = kv.register({"model": "m", "tenant": tenant}, shard_bytes=SIZE)
+            assert store(kv, ns, chain(1, 5)) == 5
+        assert kv.check() == {"ok": True, "problem": ""}
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (['--tenant-quotas={"a": 1}'], "needs --eviction-policy IsolatedLRU, which is LRU"),
+        (["--tenant-quotas=7"], "not an object"),
+        (['--tenant-quotas={"a": -1}'], "the quota of 'a' is -1: give 0 to 4096 GiB"),
+    ],
+)
+def test_quotas_that_make_no_sense_are_refused(flags: list[str], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        load(flags, {})
