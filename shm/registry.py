@@ -9,6 +9,7 @@ Only the operator's configuration names a policy.  A module is imported when its
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.metadata
 from collections.abc import Iterable
@@ -31,5 +32,9 @@ def load(group: str, name: str, built_in: Iterable[str]) -> object:
                 return entry.load()
     except Exception as problem:  # whatever a module does when it is imported
         raise ValueError(f"{name!r} does not load: {type(problem).__name__}: {problem}") from problem
-    known = ", ".join(names(group, built_in))
-    raise ValueError(f"{name!r} is not one of {known}: give one of them, or the path of a class as my.module:MyPolicy")
+    known = names(group, built_in)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.55)
+    hint = f"did you mean '{close[0]}'? " if close else ""
+    raise ValueError(
+        f"{name!r} is not one of {', '.join(known)}: {hint}A class's path, as my.module:MyPolicy, will do too"
+    )

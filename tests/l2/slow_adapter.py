@@ -77,6 +77,8 @@ class SlowAdapter(Adapter):
         return len(there)
 
     def list(self, cursor: bytes, limit: int) -> Listing:
+        with (self._folder / "log").open("a") as log:
+            log.write("list\n")
         return Listing([], b"")
 
     def usage(self) -> Usage:

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 from kvkeep.daemon.breaker import Circuit
-from kvkeep.daemon.movers import Mover, Phase
+from kvkeep.daemon.movers import MANAGE_JOBS, Mover, Phase
 from kvkeep.l2 import jobs as j
 from kvkeep.l2.jobs import Code
+from kvkeep.l2.maintenance import Step, What
 
 SIZE = 4096
 ARENA = 16 << 20
@@ -251,3 +252,43 @@ def test_a_stop_gives_back_what_waits_and_closes_the_adapter(bench: Callable[...
     assert answers["put 0"] == [Code.OK]
     assert answers["put 4"] in ([Code.STOPPING], [Code.LOST])  # LOST: it had not read it yet
     assert b.log()[-1] == "close"
+
+
+def test_management_comes_last_and_its_problems_are_no_fault_of_the_medium(bench: Callable[..., Bench]) -> None:
+    b = bench(threads=1, store_s=0.5)
+    steps: list[tuple[Step | None, str]] = []
+    b.mover.manage(What.LIST, lambda *answer: steps.append(answer))
+    assert steps[0][0] is None
+    assert "not open" in steps[0][1]
+    b.serving()
+    b.put("first", [1])
+    b.pump(lambda: any(line.startswith("store") for line in b.log()))  # the one worker is busy
+    b.mover.manage(What.LIST, lambda *answer: steps.append(answer))
+    b.put("second", [2])
+    b.get("get", [1])
+    b.answered(3)
+    b.pump(lambda: len(steps) == 2)
+    assert [line.split()[0] for line in b.log()] == ["store", "load", "store", "list"]
+    step, problem = steps[1]
+    assert (step, problem) == (Step(), "")
+    for _ in range(MANAGE_JOBS + 1):
+        b.mover.manage(What.LIST, lambda *answer: steps.append(answer))
+    assert "steps of management to do already" in steps[2][1]
+    b.pump(lambda: len(steps) == 3 + MANAGE_JOBS)
+    assert b.mover.breaker.circuit is Circuit.CLOSED
+    assert b.mover.open_jobs == 0
+
+
+def test_a_step_whose_mover_dies_is_answered_once(bench: Callable[..., Bench]) -> None:
+    b = bench(threads=1, store_s=2)
+    b.serving()
+    steps: list[tuple[Step | None, str]] = []
+    b.put("put", [1])
+    b.pump(lambda: any(line.startswith("store") for line in b.log()))
+    b.mover.manage(What.LIST, lambda *answer: steps.append(answer))
+    assert b.mover.is_storing(b"")
+    assert not b.mover.is_storing(bytes(32))
+    os.kill(b.mover.child.pid, signal.SIGKILL)
+    b.pump(lambda: bool(steps))
+    assert steps == [(None, "l2-0 (plugin) did not do it: lost")]
+    assert not b.mover.is_storing(b"")

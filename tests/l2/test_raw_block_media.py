@@ -408,6 +408,19 @@ def test_what_is_being_read_is_not_evicted(path: Path) -> None:
     done(adapter)
 
 
+def test_the_watermark_and_the_ratio_are_kept(path: Path) -> None:
+    adapter = opened(path, eviction={"trigger_watermark": 0.5, "eviction_ratio": 0.1})
+    limit = adapter.usage().bytes_limit
+    highest = 0
+    for n in range(600):
+        assert put(adapter, key(n)) == [Outcome.OK]
+        highest = max(highest, adapter.usage().bytes_used)
+    assert 0.39 * limit < adapter.usage().bytes_used <= 0.5 * limit
+    assert highest <= 0.5 * limit
+    assert adapter.counters["evicted"] > 0
+    done(adapter)
+
+
 def test_without_eviction_a_full_medium_refuses_and_goes_on_when_there_is_room(path: Path) -> None:
     adapter = opened(path, eviction={"eviction_policy": "noop"})
     n = 0
