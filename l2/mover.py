@@ -217,7 +217,7 @@ class Mover:
         if time.monotonic() >= job.deadline and not isinstance(job, j.Measure):
             self._answer(job, [Code.EXPIRED] * n)
         elif isinstance(job, j.Find):
-            found = self._adapter.lookup(list(_keys(job)))
+            found = self._readable(list(_keys(job)))
             whole = [all(found[i * job.shards : (i + 1) * job.shards]) for i in range(n)]
             self._answer(job, [Code.OK if yes else Code.MISS for yes in whole])
         elif isinstance(job, j.Get):
@@ -236,6 +236,11 @@ class Mover:
         elif isinstance(job, j.Manage):
             step = self._maintenance.step(job.what, job.namespace, job.cursor, job.limit)
             self._answer(job, [Code.OK], usage=self._usage(), data=msgspec.msgpack.encode(step))
+
+    def _readable(self, keys: list[Key]) -> list[bool]:
+        """There, and not known to be of a kind that this process cannot decode: another adapter may have it plain."""
+        found = self._adapter.lookup(keys)
+        return [there and not self._codec.cannot_read(key) for key, there in zip(keys, found, strict=True)]
 
     def _load(self, job: j.Get) -> None:
         items = list(zip(_keys(job), self._views(job), strict=True))
@@ -284,6 +289,7 @@ class Mover:
 
     def _encoded_store(self, items: list[Item], deadline: float) -> Sequence[Result | None]:
         """None = there was no time left for this one."""
+        self._codec.stored([item.key for item in items])
         if not self._codec.chain:
             return self._persist(self._adapter.store, items, deadline)
         # What is there need not be encoded again.

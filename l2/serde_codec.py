@@ -32,6 +32,7 @@ from kvkeep.l2.serde import (
 from kvkeep.l2.serde_layout import UNKNOWN, Layout, layout_of
 
 MAX_LAYOUTS = 1 << 16  # namespaces that are remembered
+MAX_UNREADABLE = 1 << 16  # objects that are known to be unreadable
 _MAX_COMPLAINTS = 64
 
 log = logging.getLogger("kvkeep.l2.serde")
@@ -53,6 +54,7 @@ class Codec:
         self.counters: Counter[str] = Counter()
         self._layouts: OrderedDict[bytes, Layout] = OrderedDict()
         self._others: dict[int, Serde | str] = {}  # of other configurations, by number; or why there is none
+        self._unreadable: OrderedDict[Key, None] = OrderedDict()
         self._complaints: set[str] = set()
         self._lock = threading.Lock()
 
@@ -147,6 +149,10 @@ class Codec:
                 data = target
         except Unreadable as reason:
             self._count("unreadable")
+            with self._lock:
+                self._unreadable[key] = None
+                if len(self._unreadable) > MAX_UNREADABLE:
+                    self._unreadable.popitem(last=False)
             self._complain(f"objects that this configuration cannot read, and keeps: {reason}")
             return MISS._replace(detail=str(reason))
         except Undecodable as reason:
@@ -158,6 +164,17 @@ class Codec:
             return MISS._replace(detail=f"a serde failed: {type(error).__name__}")
         self._count("decoded")
         return OK
+
+    def cannot_read(self, key: Key) -> bool:
+        """`decode` found that before: it is of no use to load it again."""
+        return key in self._unreadable
+
+    def stored(self, keys: Sequence[Key]) -> None:
+        """These may be others now."""
+        if self._unreadable:
+            with self._lock:
+                for key in keys:
+                    self._unreadable.pop(key, None)
 
     def _undo(self, step: Step, data: memoryview, into: memoryview, context: Context) -> None:
         """By the first of the configured serdes of this number that can; else by one without options."""

@@ -64,6 +64,46 @@ def test_a_node_reboots_and_everything_comes_back(
         assert row(client)["failures"] == {}
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("medium", [fs, raw])
+@pytest.mark.parametrize("serdes", [["zstd"], ["fp8"], ["aesgcm"], ["fp8", "zstd", "aesgcm"]], ids="+".join)
+def test_two_gigabytes_come_back_after_a_reboot(
+    make_daemon: Make, tmp_path: Path, medium: Callable[..., str], serdes: list[str]
+) -> None:
+    size, count, step = 4 << 20, 512, 16
+    serde = config_of(serdes, key_file(tmp_path))
+    on_files = adapter(type="fs", base_path=str(tmp_path), capacity_gb=3, serde=serde)
+    daemon = make_daemon(on_files if medium is fs else raw(tmp_path, 3, serde=serde), l1_mib=384)
+    keys, base = chain(1, count), np.frombuffer(kv(b"base", size), np.uint8)
+
+    def content(key: bytes) -> np.ndarray[Any, Any]:
+        """Another one for each key, and cheap to make: the same numbers, turned."""
+        return np.roll(base, 2 * int.from_bytes(key[:4], "little"))
+
+    with attach(daemon) as client:
+        ns = client.register({"model": "m", "kv_dtype": "bfloat16"}, shard_bytes=size)
+        for start in range(0, count, step):
+            given = [content(key) for key in keys[start : start + step]]
+            assert client.store(ns, keys[: start + step], given, start=start, deadline_s=60).stored == step
+            stored(client, start + step, deadline_s=120)
+    daemon.kill()
+    daemon.start("--forget")
+    with attach(daemon) as client:
+        ns = client.register({"model": "m", "kv_dtype": "bfloat16"}, shard_bytes=size)
+        target = np.zeros((step, size), np.uint8)
+        for start in range(0, count, step):
+            wanted = keys[start : start + step]
+            with client.lookup(ns, wanted, wait_s=30, deadline_s=40) as found:
+                assert found.ready == step
+                assert all(client.retrieve(found, target))
+            for key, back in zip(wanted, target, strict=True):
+                plain = content(key)
+                same = within_bound(plain.tobytes(), back.tobytes()) if "fp8" in serdes else (plain == back).all()
+                assert same, "wrong bytes"
+        at_rest(client)
+        assert row(client)["failures"] == {}
+
+
 def test_two_adapters_with_two_chains_cascade(make_daemon: Make, tmp_path: Path) -> None:
     keys, file = chain(1, 16), key_file(tmp_path)
     flags = [fs(tmp_path / "fs", serde="zstd"), raw(tmp_path, serde=config_of(["zstd", "aesgcm"], file))]

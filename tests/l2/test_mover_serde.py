@@ -75,6 +75,10 @@ class Rig:
         self.data[: len(numbers) * SIZE] = 0xA5
         return self._do(j.Get(2, time.monotonic() + seconds, *self._where(numbers)))
 
+    def find(self, *numbers: int) -> list[Code]:
+        namespace, shards, keys, *_ = self._where(numbers)
+        return self._do(j.Find(3, time.monotonic() + 60, namespace, shards, keys))
+
     def loaded(self, place: int) -> bytes:
         return self.data[place * SIZE : (place + 1) * SIZE].tobytes()
 
@@ -167,7 +171,13 @@ def test_without_a_serde_encoded_and_plain_objects_are_told_apart(rig: Callable[
     assert r.get(1, 2, 3, 4) == [Code.OK, Code.OK, Code.MISS, Code.MISS]
     assert [r.loaded(0), r.loaded(1)] == [kv(key(1), SIZE), kv(key(2), SIZE)]
     assert r.adapter.usage().objects == 3, "what cannot be read is kept"
+    assert r.find(1, 2, 3) == [Code.OK, Code.OK, Code.MISS], "so that an adapter behind this one is asked"
+    r.adapter.delete([key(3)])
+    assert r.put(3) == [Code.OK]
+    assert r.find(3) == [Code.OK], "it is another object now"
+    r.adapter.delete([key(3)])
     r.mover._codec = secret
+    assert r.put(3) == [Code.OK]
     assert r.get(1, 2, 3) == [Code.OK] * 3
 
 
