@@ -40,6 +40,7 @@ COUNTERS = {
     "l2_store_failures": "Chunks that an adapter could not store",
     "l2_stores_shed": "Chunks whose store was put off because the queue was full",
     "l2_stores_too_late": "Chunks that left L1 before their store to L2 began",
+    "l2_stores_not_wanted": "Chunks that the store policy did not give to an adapter",
     "l2_chunks_loaded": "Chunks loaded from L2",
     "l2_load_failures": "Chunks that L2 had and that could not be loaded",
     "l2_loads_refused_full": "Chunks not loaded because no memory was free or evictable",
@@ -91,6 +92,8 @@ _L2 = {
         "counter",
         "Chunks whose store was put off because the queue was full",
     ),
+    "removals_pending": ("l2_removals_pending", "gauge", "Clears and deletes that are still to be done"),
+    "objects_removed": ("l2_removed_objects_total", "counter", "Objects removed by clears and deletes"),
     "jobs_late": ("l2_late_jobs_total", "counter", "Jobs that had no answer by their deadline"),
 }
 

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from threading import Timer
 
 import numpy as np
 import pytest
@@ -132,11 +133,9 @@ def test_a_mover_that_is_killed_in_the_middle_goes_on_where_it_has_to(make_daemo
     slow = faulty(tmp_path, {"operation": "delete", "fault": "stall", "seconds": 0.01})
     with attach(make_daemon(slow)) as kv:
         ns, keys = register(kv), chain(1, 300)
-        store(kv, ns, keys, 4096) if ns.shard_bytes == 4096 else store(kv, ns, keys)
+        store(kv, ns, keys)
         stored(kv, 300)
         pid = row(kv)["pid"]
-        from threading import Timer
-
         killer = Timer(0.3, os.kill, (pid, signal.SIGKILL))
         killer.start()
         dropped = kv.clear()
@@ -212,4 +211,56 @@ def test_a_head_that_is_deleted_leaves_a_state_that_holds(make_daemon: Make, tmp
             assert kv.store(ns, keys[:part], [payload(key) for key in keys[:part]]).missing < 0
             assert read(kv, ns, keys[:part]) == part
             assert kv.check() == {"ok": True, "problem": ""}
+        at_rest(kv)
+
+
+def test_a_clear_beside_a_hung_mover_ends_loads_that_it_has(make_daemon: Make, tmp_path: Path) -> None:
+    with attach(make_daemon(fs(tmp_path))) as kv:
+        ns, keys = register(kv), chain(1, 20)
+        store(kv, ns, keys)
+        stored(kv, 20)
+        kv.clear(l1_only=True)
+        pid = row(kv)["pid"]
+        os.kill(pid, signal.SIGSTOP)
+        pending = kv.begin_lookup(ns, keys, wait_s=30)
+        eventually(lambda: row(kv)["jobs"] > 0)
+        dropped = kv.clear()  # the hung mover is killed meanwhile, and the next one does it
+        assert dropped.l2[0]["state"] == "removed"
+        found = pending.wait(30)
+        assert found.ready == 0
+        assert served(kv, ns, keys) == 0
+        at_rest(kv)
+
+
+def test_whatever_happens_what_was_cleared_stays_away(make_daemon: Make, tmp_path: Path, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    daemon = make_daemon(fs(tmp_path / "fs"), raw(tmp_path), l1_mib=16)
+    with attach(daemon) as kv:
+        ns, gone = register(kv), [chain(1000, 5)]
+        for turn in range(8):
+            kept = chain(2 * turn, int(rng.integers(5, 60)))
+            going = chain(2 * turn + 1, int(rng.integers(5, 60)))
+            store(kv, ns, kept)
+            store(kv, ns, going)
+            time.sleep(float(rng.uniform(0, 0.3)))
+            if rng.random() < 0.4:
+                os.kill(row(kv, int(rng.integers(0, 2)))["pid"], signal.SIGKILL)
+            if rng.random() < 0.5:
+                kv.delete(ns, going)
+            else:
+                kv.clear(ns)
+                gone.append(kept)
+            gone.append(going)
+            if rng.random() < 0.4:
+                daemon.kill()
+                daemon.start(*(["--forget"] if rng.random() < 0.5 else []))
+                eventually(lambda: kv.attached and kv.stats()["epoch"] == kv.epoch)
+                ns = register(kv)
+            for keys in gone[-4:]:
+                assert read(kv, ns, keys, wait_s=1.0) == 0
+        eventually(
+            lambda: all(one["phase"] == "serving" and not one["removals_pending"] for one in kv.stats()["l2"]), 30
+        )
+        for keys in gone:
+            assert read(kv, ns, keys, wait_s=1.0) == 0
         at_rest(kv)
