@@ -325,7 +325,7 @@ class Admin:
         """`kvkeep status --json`, and the stats page."""
         engine, arena = self.engine, self.engine.arena
         sessions = list(engine.sessions.values())
-        reasons = [*self.reasons.values(), *filter(None, [engine.broken, arena.policy_trouble])]
+        reasons = [*self.reasons.values(), *filter(None, [engine.broken, arena.orders.trouble])]
         now = time.monotonic()
         held = sum(s.references for s in sessions)
         held += sum(len(h.references) for h in engine.lookups.values() if h.owner is None)
@@ -348,7 +348,7 @@ class Admin:
                 "bytes_total": arena.bytes_total,
                 "bytes_ready": arena.slabs.bytes_ready,
                 "bytes_used": arena.slabs.bytes_used,
-                "bytes_quarantined": arena.bytes_quarantined,
+                "bytes_quarantined": arena.resting.bytes,
                 "reserved_bytes": arena.bytes_reserved,
                 "entries": arena.table.used_count,
                 "entries_capacity": arena.table.capacity,

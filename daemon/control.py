@@ -158,7 +158,7 @@ class Control:
             self.admin.next_deadline(),
             self.listener.next_deadline(),
             self.rpc.next_deadline(),
-            self.arena.next_quarantine_end(),
+            self.arena.resting.next_end(),
             self.arena.next_incomplete_end(),
             self._next_ghosts if self.leases.ghosts else None,
             self._next_damage,
@@ -171,7 +171,7 @@ class Control:
         self.admin.expire(now)
         self.listener.expire(now)
         self.rpc.expire(now)
-        self.arena.end_quarantine()
+        self.arena.resting.end_quarantine(self.arena.now)
         self.arena.end_incomplete()
         self.engine.wake()
         if self.leases.ghosts and now >= self._next_ghosts:
@@ -325,7 +325,7 @@ class Control:
             self.arena.table.references[entries] -= counts
             self.arena.references_dropped()
         self.admin.inherited_references = self.admin.inherited_generations = None
-        self.arena.bury_zombies()
+        self.arena.resting.bury_zombies()
 
     def reserve_first(self) -> None:
         """Some memory before the first client, so that a small store never finds nothing; a few milliseconds."""

@@ -195,7 +195,7 @@ class PrefetchController:
             going = mine[~self._kept(mine)] if len(mine) else mine
             if len(going):
                 # Nobody took them up in time: they stay for the next who asks, where eviction can make room for others.
-                self.arena.pass_on(going, at_once=not self.arena.evicts)
+                self.arena.pass_on(going, at_once=not self.arena.orders.evicts)
             if not loaded.all():
                 stored.append(entries[~loaded])
         return stored

@@ -3,10 +3,11 @@
 This ties the parts together and keeps them in step; each part owns one thing:
 
     table.py      records and their states          slabs.py      extents
-    index.py      key -> entry                      recency.py    eviction order, one per size class
-    heads.py      which RESERVED waits for which     namespaces.py identity
+    index.py      key -> entry                      orders.py     eviction orders, one per size class
+    heads.py      which RESERVED waits for which     resting.py    extents that nobody may use yet
+    namespaces.py identity
     here          who writes which shard (`_taken`), what is given up but still written (`_doomed`), what goes when its
-                  last reader does (`_passing`), quarantine
+                  last reader does (`_passing`)
 
 Ownership of references and reservations is the caller's (see daemon/sessions.py); here are only the counts, and
 `check_integrity` compares them with what the caller says it holds.  Nothing here blocks or touches the data segment.
@@ -24,14 +25,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvkeep.shm import trace
-from kvkeep.shm.guard import Guarded
 from kvkeep.shm.heads import Heads
 from kvkeep.shm.index import Found, Index, Place
-from kvkeep.shm.isolated import IsolatedLru
 from kvkeep.shm.layout import State
 from kvkeep.shm.namespaces import Namespace, NamespaceTable
-from kvkeep.shm.policies import POLICIES, Order, eviction_policy
-from kvkeep.shm.recency import Clock, LruOrder
+from kvkeep.shm.orders import Orders
+from kvkeep.shm.resting import Resting
 from kvkeep.shm.slabs import SizeClass, Slabs
 from kvkeep.shm.table import EntryTable
 
@@ -39,7 +38,6 @@ I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
 U8 = npt.NDArray[np.uint8]
 
-QUARANTINE_S = 1.0  # extents of a dead writer rest this long: a device may still be writing for it
 EVICT_STEP = 128  # entries per background step, well under a millisecond
 INCOMPLETE_S = 60.0  # some ranks stored their shard of a chunk, the others never came: given up after this,
 INCOMPLETE_UNDER_PRESSURE_S = 2.0  # ... or after this when a store finds no room otherwise
@@ -93,8 +91,11 @@ class Arena:
         self.slabs = slabs
         self.index = Index(table.words)
         self.heads = Heads(table.capacity)
-        self.clock = Clock()
+        self.resting = Resting(table, slabs)
         self.counters: Counter[str] = Counter()
+        self.orders = Orders(
+            policy, table, namespaces, self.counters, quotas=quotas or {}, resting=lambda: self.resting.zombies
+        )
         self.entries_of: Counter[int] = Counter()  # per namespace, RESERVED included
         self.watch: set[int] = set()  # entries whose next seal or free goes to `settled`
         self.settled: list[int] = []
@@ -103,22 +104,14 @@ class Arena:
         self.bytes_reserved = 0
         self.reserving = True  # memory is still being made ready: wait for it rather than evict
         self.bytes_total = slabs.units * slabs.slab_bytes
-        self._policy = eviction_policy(policy)
-        self._trusted = policy in POLICIES
-        self.policy_trouble = ""  # why it is not the configured policy that decides
-        self.evicts = bool(getattr(self._policy, "evicts", True))
+        self.now = 0.0  # set by the loop: time.monotonic() of the current round
         self._watermark, self._ratio = watermark, ratio
-        self._quotas = dict(quotas or {})
         self._draining_to: int | None = None  # bytes; a watermark eviction is under way
-        self._orders: dict[int, Order] = {}
         self._taken = np.zeros(table.capacity, dtype=np.uint64)  # shards being written
         self._doomed = np.zeros(table.capacity, dtype=bool)  # given up, but a writer is still at it
         self._passing = np.zeros(table.capacity, dtype=bool)  # leaves L1 with its last reference
         self._any_passing = False
-        self._quarantine: deque[tuple[float, I64]] = deque()
         self._incomplete: deque[tuple[float, I64, npt.NDArray[np.uint32]]] = deque()
-        self.bytes_quarantined = 0
-        self.zombies = np.empty(0, dtype=np.int64)  # RESERVED under an earlier daemon, by clients that still live
 
     # ---- reading -----------------------------------------------------------------------------------------------------
 
@@ -136,18 +129,7 @@ class Arena:
     def touch(self, namespace: Namespace, chain: I64, *, read: bool = True) -> None:
         """Entries of one chain, root first, become the most recent ones.  ``read``: found, as opposed to stored."""
         if len(chain):
-            order = self._order(namespace.extent_bytes)
-            tenant = self._tenant_in(order, namespace)
-            order.touch(chain, self.clock.stamps(len(chain)), read=read, tenant=tenant)
-
-    def _tenant_in(self, order: Order, namespace: Namespace | None) -> int:
-        if not isinstance(order, IsolatedLru) or namespace is None or not namespace.tenant:
-            return 0
-        try:
-            return order.tenant(namespace.tenant)
-        except ValueError:  # too many: those beyond share what the nameless have
-            self.counters["tenants_refused"] += 1
-            return 0
+            self.orders.touch(namespace, chain, read=read)
 
     def acquire(self, entries: I64) -> None:
         """One more reference on each; ``entries`` are distinct."""
@@ -160,7 +142,7 @@ class Arena:
             entries = entries[same]
         self.table.references[entries] -= np.uint32(1)
         for extent in {int(e) for e in self.table.extent_bytes[entries[:1]]}:
-            self._order(extent).released()
+            self.orders.of(extent).released()
         if self._any_passing:
             self._let_pass(entries[self._passing[entries]])
 
@@ -176,8 +158,7 @@ class Arena:
 
     def references_dropped(self) -> None:
         """References were lowered behind our back: entries that could not go may go now."""
-        for order in self._orders.values():
-            order.released()
+        self.orders.released()
 
     def release_all(self) -> None:
         """No reference of an earlier epoch is honoured any longer.  Only when no current one exists."""
@@ -195,7 +176,7 @@ class Arena:
         self.namespaces.remove(namespace)
         extent = namespace.extent_bytes
         if all(ns.extent_bytes != extent for ns in self.namespaces) and self.slabs.retire_class(extent):
-            self._orders.pop(extent, None)
+            self.orders.retire(extent)
 
     # ---- storing -----------------------------------------------------------------------------------------------------
 
@@ -301,7 +282,7 @@ class Arena:
         finally:
             if len(held):
                 self.table.references[held] -= np.uint32(1)
-                self._order(extent).released()
+                self.orders.of(extent).released()
         if not len(offsets):
             return wanted[:0]
         wanted = wanted[: len(offsets)]
@@ -408,7 +389,7 @@ class Arena:
         if len(ready):
             self.counters["entries_given_up"] += len(ready)
             self.bytes_reserved -= int(self.table.extent_bytes[ready].sum())
-            self._leave_orders(ready)
+            self.orders.leave(ready)
             self._forget(ready, quarantine=quarantine)
 
     def _seal(self, entries: I64) -> None:
@@ -495,7 +476,8 @@ class Arena:
         """
         limit = DEMAND_LIMIT
         while cls.free < n:
-            oldest = self._least_recent()
+            ages = self.orders.by_age()
+            oldest = ages[0] if ages else None  # the class with the least recent entry, in use or not
             if oldest is not None and oldest != cls.extent and limit > 0:
                 evicted = self._evict_from(oldest, min(EVICT_STEP, self.slabs.classes[oldest].per_slab))
                 limit -= evicted
@@ -511,27 +493,15 @@ class Arena:
             if not evicted and not self._end_incomplete_early():
                 break
 
-    def _by_age(self) -> list[int]:
-        """Size classes that evict, the one with the least recent entry first."""
-        if len(self._orders) == 1:
-            return [extent for extent, order in self._orders.items() if order.evicts]
-        stamps = {extent: order.oldest() for extent, order in self._orders.items() if order.evicts}
-        return sorted((extent for extent, stamp in stamps.items() if stamp), key=stamps.__getitem__)
-
-    def _least_recent(self) -> int | None:
-        """The size class that holds the least recent entry, in use or not."""
-        ages = self._by_age()
-        return ages[0] if ages else None
-
     def _evict_oldest(self, want: int, *, but: int = 0) -> int:
         """From the oldest class of which something can go.  Returns how many went; 0 = nothing can go at all."""
-        for extent in self._by_age():
+        for extent in self.orders.by_age():
             if extent != but and (evicted := self._evict_from(extent, want)):
                 return evicted
         return 0
 
     def _evict_from(self, extent: int, want: int) -> int:
-        victims = self._order(extent).pop(want, self._evictable)
+        victims = self.orders.of(extent).pop(want, self._evictable)
         if len(victims):
             self._let_go(victims, extent)
         return len(victims)
@@ -552,8 +522,11 @@ class Arena:
 
     def evict_step(self) -> bool:
         """One bounded step of eviction by watermark and quotas.  True = there is more to do."""
-        if self._quotas and self._evict_excess():
-            return True
+        if self.orders.has_quotas:
+            victims, extent = self.orders.pop_excess(EVICT_STEP, self._evictable)
+            if len(victims):
+                self._let_go(victims, extent)
+                return True
         used = self.slabs.bytes_used
         if self._draining_to is None:
             if used <= self._watermark * self.bytes_total:
@@ -564,19 +537,9 @@ class Arena:
             return False
         return True
 
-    def _evict_excess(self) -> bool:
-        """What tenants hold above their quotas."""
-        for extent, order in self._orders.items():
-            if isinstance(order, IsolatedLru) and (over := order.excess()):
-                victims = order.pop_excess(min(EVICT_STEP, over), self._evictable)
-                if len(victims):
-                    self._let_go(victims, extent)
-                    return True
-        return False
-
     def housekeep(self) -> bool:
         """One bounded step of log compaction.  True = there is more to do."""
-        return any(order.squeeze(self.slabs.classes[extent].used) for extent, order in self._orders.items())
+        return self.orders.squeeze(lambda extent: self.slabs.classes[extent].used)
 
     def drop(self, entries: I64, *, counted_as: str = "entries_deleted") -> int:
         """Remove those of ``entries`` that are sealed and not referenced.  Returns how many."""
@@ -587,15 +550,9 @@ class Arena:
                 trace.chunks(log, "left with its last reader" if passed else "deleted", self.table.keys[entries])
             self.counters[counted_as] += len(entries)
             self.table.begin_evict(entries)
-            self._leave_orders(entries)
+            self.orders.leave(entries)
             self._forget(entries, quarantine=False)
         return len(entries)
-
-    def _leave_orders(self, entries: I64) -> None:
-        """For entries that go, but not by `pop`."""
-        extents = self.table.extent_bytes[entries]
-        for extent in np.unique(extents):
-            self._order(int(extent)).leave(entries[extents == extent])
 
     def _forget(self, entries: I64, *, quarantine: bool) -> None:
         table = self.table
@@ -608,7 +565,7 @@ class Arena:
             for namespace, count in zip(*np.unique(namespaces, return_counts=True), strict=True):
                 self.entries_of[int(namespace)] -= int(count)
         if quarantine:
-            self.quarantine(offsets, int(table.extent_bytes[entries].sum()))
+            self.resting.quarantine(offsets, int(table.extent_bytes[entries].sum()), self.now)
         else:
             self.slabs.give(offsets)
         if self._any_passing:
@@ -620,85 +577,7 @@ class Arena:
         if self.watch:
             self.settled.extend(int(e) for e in entries if int(e) in self.watch)
 
-    # ---- quarantine --------------------------------------------------------------------------------------------------
-
-    now = 0.0  # set by the loop: time.monotonic() of the current round
-
-    def quarantine(self, offsets: I64, size: int) -> None:
-        self._quarantine.append((self.now + QUARANTINE_S, offsets))
-        self.bytes_quarantined += size
-
-    def keep_zombies(self, entries: I64) -> None:
-        """Adopted RESERVED entries: nobody finds them, and their extents rest until `bury_zombies`."""
-        self.table.references[entries] = 0
-        self.table.recency[entries] = 0
-        self.zombies = entries
-        self.bytes_quarantined += int(self.table.extent_bytes[entries].sum())
-
-    def bury_zombies(self) -> None:
-        """No client of an earlier daemon is left: what they were writing is free."""
-        if len(self.zombies):
-            self.bytes_quarantined -= int(self.table.extent_bytes[self.zombies].sum())
-            offsets = self.table.offset[self.zombies].astype(np.int64)
-            self.table.free(self.zombies)
-            self.slabs.give(offsets)
-            self.zombies = self.zombies[:0]
-
-    def next_quarantine_end(self) -> float | None:
-        return self._quarantine[0][0] if self._quarantine else None
-
-    def end_quarantine(self) -> None:
-        while self._quarantine and self._quarantine[0][0] <= self.now:
-            _, offsets = self._quarantine.popleft()
-            self.bytes_quarantined -= int(self.slabs.extent_sizes(offsets).sum())
-            self.slabs.give(offsets)
-
     # ---- the rest ----------------------------------------------------------------------------------------------------
-
-    def _order(self, extent: int) -> Order:
-        order = self._orders.get(extent)
-        if order is None:
-            order = self._orders[extent] = self._made_order(extent)
-        return order
-
-    def _made_order(self, extent: int) -> Order:
-        if self._trusted:
-            order = self._policy(self.table.recency, self.table.keys)
-            if isinstance(order, IsolatedLru):
-                for name, nbytes in self._quotas.items():
-                    order.set_quota(name, nbytes // extent)
-            return order
-        if self.policy_trouble:
-            return LruOrder(self.table.recency)
-
-        def members() -> I64:
-            used = np.setdiff1d(self.table.used(), self.zombies)
-            mine: I64 = used[self.table.extent_bytes[used] == extent]
-            return mine
-
-        def tell(trouble: str) -> None:
-            self.policy_trouble = trouble
-
-        return Guarded(
-            self._policy,
-            self.table.recency,
-            self.table.keys,
-            members=members,
-            belongs=lambda entries: np.asarray(self.table.extent_bytes[entries] == extent),
-            tell=tell,
-        )
-
-    def adopt_order(self, extent: int, entries: I64, stamps: U64) -> None:
-        order = self._order(extent)
-        if not isinstance(order, IsolatedLru):
-            order.adopt(entries, stamps)
-            return
-        spaces = self.table.namespace[entries]
-        tenants = {int(i): self._tenant_in(order, self.namespaces.get(int(i))) for i in np.unique(spaces)}
-        owners = np.array([tenants[i] for i in spaces.tolist()], dtype=np.int64)
-        for tenant in np.unique(owners):
-            mine = owners == tenant
-            order.adopt(entries[mine], stamps[mine], int(tenant))
 
     @property
     def bytes_evictable(self) -> int:
@@ -713,14 +592,13 @@ class Arena:
         """
         table = self.table
         table.check_integrity()
-        used = np.setdiff1d(table.used(), self.zombies)
+        used = np.setdiff1d(table.used(), self.resting.zombies)
         sealed = used[table.state[used] == State.SEALED]
         reserved = used[table.state[used] == State.RESERVED]
         self.index.check_integrity(table.keys[used], table.namespace[used].astype(np.uint64), used)
-        resting = [offsets for _, offsets in self._quarantine]
-        resting.append(table.offset[self.zombies].astype(np.int64))
-        offsets = np.concatenate([table.offset[used].astype(np.int64), *resting])
-        sizes = np.concatenate([table.extent_bytes[used].astype(np.int64), *map(self.slabs.extent_sizes, resting)])
+        resting, resting_sizes = self.resting.extents()
+        offsets = np.concatenate([table.offset[used].astype(np.int64), resting])
+        sizes = np.concatenate([table.extent_bytes[used].astype(np.int64), resting_sizes])
         self.slabs.check_integrity(offsets, sizes)
         self.heads.check_integrity(reserved)
         counted = {int(e): int(table.references[e]) for e in used if table.references[e]}
@@ -734,7 +612,6 @@ class Arena:
             raise AssertionError(f"reservations: {size} bytes RESERVED, {self.bytes_reserved} counted")
         if +self.entries_of != +Counter(table.namespace[used].tolist()):
             raise AssertionError("namespaces: the entries per namespace are miscounted")
-        ordered = [order.members() for order in self._orders.values()]
-        members = np.concatenate(ordered) if ordered else np.empty(0, np.int64)
+        members = self.orders.members()
         if len(np.unique(members)) != len(members) or not np.isin(sealed, members).all():
             raise AssertionError("recency: a sealed entry is in no eviction order, or in one twice")

@@ -49,9 +49,9 @@ def adopt(arena: Arena, *, ghosts: bool = False) -> Adoption:
     table.adopt(kept_mask)
     arena.slabs.adopt_extents(np.concatenate((table.offset[keep].astype(np.int64), offsets)))
     if ghosts:
-        arena.keep_zombies(resting)
+        arena.resting.keep_zombies(resting)
     elif len(resting):
-        arena.quarantine(offsets, int(arena.slabs.extent_sizes(offsets).sum()))
+        arena.resting.quarantine(offsets, int(arena.slabs.extent_sizes(offsets).sum()), arena.now)
     for at in range(0, len(keep), _BLOCK * 4):
         part = keep[at : at + _BLOCK * 4]
         arena.index.insert(table.keys[part], table.namespace[part].astype(np.uint64), part)
@@ -131,8 +131,8 @@ def _rebuild_order(arena: Arena, keep: npt.NDArray[np.int64]) -> None:
         ):  # sealed but in no order: cannot be, but live with it
             stamps = np.arange(1, len(keep) + 1, dtype=np.uint64) + np.uint64(stamps[-1])
             table.recency[keep] = stamps
-        arena.clock.now = int(stamps[-1]) + 1
+        arena.orders.clock.now = int(stamps[-1]) + 1
     extents = table.extent_bytes[keep]
     for extent in np.unique(extents):
         mine = extents == extent
-        arena.adopt_order(int(extent), keep[mine], stamps[mine])
+        arena.orders.adopt(int(extent), keep[mine], stamps[mine])

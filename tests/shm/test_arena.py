@@ -148,7 +148,7 @@ def test_extents_of_a_dead_writer_rest_before_they_are_used_again() -> None:
     assert arena.bytes_reserved == 0
     assert (arena.reserve(ns, chain("b", 2), 0, 0).verdicts == FULL).all()
     arena.now += 2
-    arena.end_quarantine()
+    arena.resting.end_quarantine(arena.now)
     assert (arena.reserve(ns, chain("b", 2), 0, 0).verdicts == GRANTED).all()
 
 
@@ -290,7 +290,7 @@ def test_any_mixture_of_operations_keeps_the_books(seed: int) -> None:
         elif readers:
             arena.release(*readers.pop(rng.randrange(len(readers))))
         arena.now += rng.random() * 2
-        arena.end_quarantine()
+        arena.resting.end_quarantine(arena.now)
         arena.end_incomplete()
         arena.evict_step()
         if step % 25 == 0 or step > 1450:
@@ -311,7 +311,7 @@ def test_any_mixture_of_operations_keeps_the_books(seed: int) -> None:
     arena.now += 3600
     arena.end_incomplete()
     arena.now += 3600
-    arena.end_quarantine()
+    arena.resting.end_quarantine(arena.now)
     check(arena)
     assert arena.bytes_reserved == 0
 

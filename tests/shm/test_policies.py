@@ -260,6 +260,6 @@ def test_deleting_keeps_the_policy_right(policy: str) -> None:
         given_up = arena.reserve(ns, chain((round_, "given up"), 3), 0, 0)
         arena.abandon(given_up.granted, 0)
         arena.now += 3600
-        arena.end_quarantine()
-        assert not miscounted(next(iter(arena._orders.values())), arena.table.recency)
+        arena.resting.end_quarantine(arena.now)
+        assert not miscounted(next(iter(arena.orders)), arena.table.recency)
     check(arena)

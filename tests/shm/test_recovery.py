@@ -25,8 +25,8 @@ def test_every_sealed_entry_comes_back_in_the_same_order() -> None:
     assert (result.kept, result.dropped, result.unfinished) == (50, 0, 0)
     again = adopted.namespaces.find(ns.digest)
     assert all(prefix_length(adopted, again, chain(name, 12)) == 10 for name in "abcde")
-    old = [o.members().tolist() for o in arena._orders.values()]
-    new = [o.members().tolist() for o in adopted._orders.values()]
+    old = [o.members().tolist() for o in arena.orders]
+    new = [o.members().tolist() for o in adopted.orders]
     assert old == new
     check(adopted)
 
@@ -40,12 +40,12 @@ def test_what_was_being_written_is_not_readable_and_its_memory_comes_back() -> N
     arena.reserve(ns, chain("a", 12), 4, 0)
     adopted, result, _ = memory.crash()
     assert (result.kept, result.unfinished) == (4, 8)
-    assert adopted.bytes_quarantined == 8 * 4096
+    assert adopted.resting.bytes == 8 * 4096
     check(adopted)
     ns = adopted.namespaces.find(ns.digest)
     assert prefix_length(adopted, ns, chain("a", 12)) == 4
     adopted.now += 2
-    adopted.end_quarantine()
+    adopted.resting.end_quarantine(adopted.now)
     assert store(adopted, ns, chain("b", 12)) == 12
     check(adopted)
 
@@ -122,16 +122,16 @@ def test_what_a_living_client_may_be_writing_is_not_reused_even_after_a_second_c
     assert (result.kept, result.unfinished) == (4, 8)
     adopted, result, _ = second.crash(ghosts=True)
     assert (result.kept, result.unfinished) == (4, 8)
-    assert adopted.bytes_quarantined == 8 * 4096
+    assert adopted.resting.bytes == 8 * 4096
     ns = adopted.namespaces.find(ns.digest)
     check(adopted)
     assert prefix_length(adopted, ns, chain("a", 12)) == 4
     assert store(adopted, ns, chain("a", 12)) == 4, "only the extents that nobody may be writing"
     check(adopted)
     adopted.now += 3600
-    adopted.end_quarantine()
-    assert adopted.bytes_quarantined == 8 * 4096
-    adopted.bury_zombies()
-    assert adopted.bytes_quarantined == 0
+    adopted.resting.end_quarantine(adopted.now)
+    assert adopted.resting.bytes == 8 * 4096
+    adopted.resting.bury_zombies()
+    assert adopted.resting.bytes == 0
     assert store(adopted, ns, chain("a", 12)) == 4
     check(adopted)
