@@ -277,6 +277,9 @@ class Forget:
             self._done(removal, mover)
 
     def _later(self, share: Share, mover: Mover, why: str) -> None:
+        if not mover.available:  # it died, or is left alone: begin again when it is back
+            share.cursor, share.failed = b"", 0
+            return
         if share.trouble != why:
             log.warning("%s (%s): what was cleared is still to be removed there: %s", mover.name, mover.label, why)
         share.trouble, share.cursor, share.failed = why, b"", 0
