@@ -83,8 +83,8 @@ def test_two_gigabytes_come_back_after_a_reboot(
     with attach(daemon) as client:
         ns = client.register({"model": "m", "kv_dtype": "bfloat16"}, shard_bytes=size)
         for start in range(0, count, step):
-            given = [content(key) for key in keys[start : start + step]]
-            assert client.store(ns, keys[: start + step], given, start=start, deadline_s=60).stored == step
+            fresh = keys[start : start + step]  # a chain of its own: of one long chain eviction would take the newest
+            assert client.store(ns, fresh, [content(key) for key in fresh], deadline_s=60).stored == step
             stored(client, start + step, deadline_s=120)
     daemon.kill()
     daemon.start("--forget")
