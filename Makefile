@@ -90,6 +90,6 @@ $(VLLM_VENV)/.vllm: constraints-vllm.txt tests/vllm_requirements.py
 
 $(VLLM_VENV)/.installed: $(VLLM_VENV)/.vllm $(SOURCES)
 	rm -rf build
-	$(VLLM_VENV)/bin/python $(PIP) -c constraints-vllm.txt pytest pytest-timeout pytest-xdist $(BUILD)
+	$(VLLM_VENV)/bin/python $(PIP) -c constraints-vllm.txt pytest pytest-timeout pytest-xdist zstandard $(BUILD)
 	rm -rf build
 	touch $@

@@ -26,7 +26,8 @@ PATIENCE_S = 120.0  # a bound for a loaded machine, not a target
 MEDIA = {
     "fs": [{"type": "fs"}],
     "raw_block": [{"type": "raw_block"}],
-    "cascade": [{"type": "fs", "capacity_gb": 0.004}, {"type": "raw_block"}],  # what the first evicts, the second has
+    "encoded": [{"type": "fs", "serde": ["zstd", {"type": "aesgcm", "key_file": "keys"}]}],
+    "cascade": [{"type": "fs", "capacity_gb": 0.004}, {"type": "raw_block"}],  # the second has what the first evicted
 }
 
 
@@ -35,12 +36,16 @@ def adapters(media: list[dict[str, Any]], folder: Path, gigabytes: float) -> lis
     for number, medium in enumerate(media):
         place = folder / f"medium-{number}"
         place.mkdir()
+        keys = place / "keys"
+        keys.write_text(f"test:{'5a' * 32}\n")
+        keys.chmod(0o600)
         config: dict[str, Any] = (
             {"base_path": str(place), "capacity_gb": gigabytes, "fsync": "none"}
             if medium["type"] == "fs"
             else {"path": str(place / "raw"), "size_gb": gigabytes, "durability": "none"}
         )
-        flags.append(f"--l2-adapter={json.dumps(config | medium)}")
+        text = json.dumps(config | medium).replace('"keys"', json.dumps(str(keys)))
+        flags.append(f"--l2-adapter={text}")
     return flags
 
 
@@ -111,7 +116,7 @@ def test_an_engine_is_served_from_l2_and_says_the_same(
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("medium", ["fs", "raw_block"])
+@pytest.mark.parametrize("medium", ["fs", "raw_block", "encoded"])
 def test_two_gigabytes_of_an_engines_kv_come_back(
     medium: str, make_engine: Callable[..., Engine], folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
