@@ -58,7 +58,7 @@ from kvkeep.bench.serde import made
 
 SIZES_MIB = (1, 4, 32)
 SERDE_MIB = 4
-RUNS = 15
+RUNS = 10
 SERDE_RUNS = 5
 BAR = "ratio >= 0.85"
 SERDES: tuple[tuple[str, ...], ...] = (("zstd",), ("fp8",), ("aesgcm",), ("fp8", "zstd"))

@@ -1,4 +1,4 @@
-"""Records to and from files: one vectored call each way, header page and payload together.
+"""Records to and from files: one vectored call each way, header page and payload together, unless they are large.
 
     file = [ header page, 4096: the record header, zeros ][ payload ][ zeros up to a multiple of 4096 ]
 
@@ -19,10 +19,12 @@ import threading
 import numpy as np
 import xxhash
 
-from kvkeep.l2.record import HEADER_BYTES
+from kvkeep.l2.adapter import Item
+from kvkeep.l2.record import HEADER_BYTES, Header, header_of, pack
 
 PAGE = 4096
 _STEP = 4 << 20
+_ONE_CALL = 8 << 20  # a payload up to this is written at once
 _NOTHING = bytes(PAGE)
 _OPEN = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a fifo under one of our names must not block us
 
@@ -77,24 +79,50 @@ def aligned(view: memoryview) -> bool:
     return len(view) > 0 and int(np.frombuffer(view, np.uint8).__array_interface__["data"][0]) % PAGE == 0
 
 
-def write_record(io: FileIO, fd: int, header: bytes, payload: memoryview) -> None:
-    """The whole record or OSError; a medium that takes less than it was given answers EIO in the end."""
-    pages = _pages
-    pages.header[:HEADER_BYTES] = header  # the rest of the page is zeros and stays so
-    whole = len(payload) // PAGE * PAGE
-    buffers = [pages.header, payload[:whole]] if whole else [pages.header]
-    if rest := len(payload) - whole:
-        pages.tail[:rest] = payload[whole:]
-        pages.tail[rest:] = _NOTHING[rest:]
-        buffers.append(pages.tail)
-    offset, total = 0, file_bytes(len(payload))
+def write_record(io: FileIO, fd: int, item: Item) -> Header:
+    """The whole record or OSError; a medium that takes less than it was given answers EIO in the end.
+
+    A large payload whose checksum nobody knows goes in steps, the header last: while one thread computes the checksum
+    of a piece, the medium works for the others.  Nobody sees the file before it is whole."""
+    payload = item.payload
+    if item.checksum or len(payload) <= _ONE_CALL:
+        header = header_of(item)
+        _write_all(io, fd, [_header_page(header), payload], 0)
+        return header
+    digest = xxhash.xxh3_64()
+    for at in range(0, len(payload), _STEP):
+        piece = payload[at : at + _STEP]
+        digest.update(piece)
+        _write_all(io, fd, [piece], PAGE + at)
+    header = header_of(item._replace(checksum=digest.intdigest() or 1))
+    _write_all(io, fd, [_header_page(header)], 0)
+    return header
+
+
+def _header_page(header: Header) -> memoryview:
+    """This thread's, until its next call."""
+    _pages.header[:HEADER_BYTES] = pack(header)  # the rest of the page is zeros and stays so
+    return _pages.header
+
+
+def _write_all(io: FileIO, fd: int, buffers: list[memoryview], offset: int) -> None:
+    """The last buffer is filled up to a page."""
+    *before, last = buffers
+    whole = len(last) // PAGE * PAGE
+    buffers = [*before, last[:whole]] if whole else before
+    if rest := len(last) - whole:
+        tail = _pages.tail
+        tail[:rest] = last[whole:]
+        tail[rest:] = _NOTHING[rest:]
+        buffers.append(tail)
+    end = offset + sum(map(len, buffers))
     while True:
         done = io.writev(fd, buffers, offset)
         offset += done
-        if offset >= total:
+        if offset >= end:
             return
         if done <= 0 or offset % 512:
-            raise OSError(errno.EIO, f"short write: {offset} of {total} bytes")
+            raise OSError(errno.EIO, f"short write: {end - offset} bytes were not taken")
         buffers = _after(buffers, done)
 
 

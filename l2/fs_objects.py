@@ -20,7 +20,7 @@ from kvkeep.l2.adapter import Item, Key
 from kvkeep.l2.fs_io import PAGE, FileIO, aligned, file_bytes, read_raw, read_record, write_record
 from kvkeep.l2.fs_root import Root
 from kvkeep.l2.fs_tally import GONE, NOT_OURS, Tally
-from kvkeep.l2.record import HEADER_BYTES, Header, header_of, pack, payload_checksum, unpack
+from kvkeep.l2.record import HEADER_BYTES, Header, payload_checksum, unpack
 
 log = logging.getLogger("kvkeep.l2.fs")
 
@@ -45,18 +45,17 @@ class ObjectFiles:
 
     def write(self, root: Root, name: bytes, item: Item, used_ns: int) -> int:
         """Bytes on the medium."""
-        header = header_of(item)
         direct = root.direct and aligned(item.payload)
         try:
-            return self._write(root, name, header, item.payload, used_ns, direct)
+            return self._write(root, name, item, used_ns, direct)
         except OSError as error:
             self._without_direct(root, error, direct)
-            return self._write(root, name, header, item.payload, used_ns, False)
+            return self._write(root, name, item, used_ns, False)
 
-    def _write(self, root: Root, name: bytes, header: Header, payload: memoryview, used_ns: int, direct: bool) -> int:
+    def _write(self, root: Root, name: bytes, item: Item, used_ns: int, direct: bool) -> int:
         draft = root.create(name, direct)
         try:
-            write_record(self._io, draft.fd, pack(header), payload)
+            header = write_record(self._io, draft.fd, item)
             os.utime(draft.fd, ns=(used_ns, used_ns))
             if self._fsync != "none":
                 self._io.sync_data(draft.fd)

@@ -113,14 +113,17 @@ class Store:
             return [_failure(number)] * len(items)
         results: list[Result | None] = [None] * len(items)
         mine = self._plan(items, results)
+        coming = self.room.expect([items[i] for i in mine.values()])
         try:
             pieces = {i: _Pieces(items[i].payload, self._block, self._alignment) for i in mine.values()}
             writing = self._reserve(items, mine, results)
             writing = self._write(writing, pieces, results)
-            self._make_visible(writing, results)
+            self._make_visible(writing, results, coming)
         finally:
             with self.room.mutex:
                 self._storing.difference_update(mine)
+                self.room.settle(coming)
+        self.room.evict_excess()  # a batch may be more than a quota
         for i, result in enumerate(results):
             if result is None:  # the same key stood earlier in the batch
                 results[i] = results[mine[items[i].key]]
@@ -181,24 +184,37 @@ class Store:
             return []
         block, engine = self._block, self.room.engine
         memory = Memory(len(writing) * block)
-        headers = {one.at: (memory.address + i * block, block) for i, one in enumerate(writing)}
-        for i, one in enumerate(writing):
+        headers = [(memory.address + i * block, block) for i in range(len(writing))]
+
+        def make_header(i: int, number: int = 0) -> None:
+            """Of what could be written.  Computes the payload's checksum, if nobody has yet."""
+            if not number:
+                place, item, sequence = writing[i][1:]
+                header = header_of(item, sequence)
+                data = pack_slot_header(header, self.room.geometry, place.slab, place.slot, place.generation)
+                memory.view[i * block : i * block + len(data)] = data
+
+        for one in writing:
             pieces[one.at].fill()
-            header = header_of(one.item, one.sequence)
-            data = pack_slot_header(header, self.room.geometry, one.place.slab, one.place.slot, one.place.generation)
-            memory.view[i * block : i * block + len(data)] = data
         if not self._flush:  # nothing is durable before the other; one run of bytes, and the checksum vouches for it
+            for i in range(len(writing)):
+                make_header(i)
             transfers = [
-                Transfer(self._offset(one.place), (headers[one.at], *pieces[one.at].pieces)) for one in writing
+                Transfer(self._offset(one.place), (header, *pieces[one.at].pieces))
+                for one, header in zip(writing, headers, strict=True)
             ]
             return self._sift(writing, engine.run(True, transfers), results)
         transfers = [Transfer(self._offset(one.place) + block, pieces[one.at].pieces) for one in writing]
-        numbers = engine.run(True, transfers)
+        numbers = engine.run(True, transfers, make_header)  # while the device is busy with the others
         if not all(numbers):
             number = engine.sync()
             numbers = [own or number for own in numbers]
+        transfers = [
+            Transfer(self._offset(one.place), (header,))
+            for one, header, number in zip(writing, headers, numbers, strict=True)
+            if not number
+        ]
         writing = self._sift(writing, numbers, results)
-        transfers = [Transfer(self._offset(one.place), (headers[one.at],)) for one in writing]
         return self._sift(writing, engine.run(True, transfers), results)
 
     def _sift(self, writing: list[_Storing], numbers: list[int], results: list[Result | None]) -> list[_Storing]:
@@ -213,7 +229,7 @@ class Store:
             self.room.slabs.give(*_places(failed))
         return [one for one, number in zip(writing, numbers, strict=True) if not number]
 
-    def _make_visible(self, writing: list[_Storing], results: list[Result | None]) -> None:
+    def _make_visible(self, writing: list[_Storing], results: list[Result | None], coming: dict[int, int]) -> None:
         if not writing:
             return
         room = self.room
@@ -243,6 +259,7 @@ class Store:
             else:
                 room.objects.publish(rows)
                 room.touch(rows)
+                room.settle(coming)
         for one in writing:
             results[one.at] = _failure(number) if number else OK
 

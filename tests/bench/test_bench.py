@@ -5,6 +5,7 @@ No time is asserted here: `--quick` measures nothing worth knowing.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -26,6 +27,14 @@ CASES = {
     "data": {f"{op}/1MiB/{clients}" for op in ("store", "retrieve") for clients in (1, 2)},
     "restart": {"cold/64MiB", "warm/1k"},
     "serde": {f"zstd/{dtype}/{what}" for dtype in ("bfloat16", "float16") for what in ("size", "encode", "decode")},
+    "l2": {
+        *(
+            f"{adapter}/{what}/1MiB"
+            for adapter in ("fs", "raw_block", "fs_sync", "raw_block_nosync", "fs+zstd", "raw_block+zstd")
+            for what in ("store", "load")
+        ),
+        *(f"{adapter}/client_{what}/1MiB" for adapter in ("fs", "raw_block") for what in ("store", "load")),
+    },
     "footprint": {"rss_mb", "bytes_per_entry", "idle_cpu_percent", "start_seconds"},
 }
 
@@ -113,3 +122,13 @@ def test_an_interrupted_benchmark_cleans_up(number: signal.Signals, tmp_path: Pa
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_peer_that_is_not_installed_is_one_sentence(tmp_path: Path) -> None:
+    if importlib.util.find_spec("lmcache"):
+        pytest.skip("it is installed")
+    process = start(tmp_path, "l2", "--quick", "--peer", "lmcache")
+    _, err = process.communicate(timeout=200)
+    assert process.returncode == 1
+    assert err.startswith("kvkeep bench l2: --peer lmcache cannot be imported here")
+    assert leftovers(tmp_path, process.pid) == []

@@ -20,7 +20,8 @@ import pytest
 from kvkeep.l2.adapter import AdapterError, Item, Key, Outcome
 from kvkeep.l2.faults import Schedule
 from kvkeep.l2.fs import FsAdapter
-from kvkeep.l2.fs_io import FileIO
+from kvkeep.l2.fs_io import FileIO, file_bytes
+from kvkeep.l2.record import HEADER_BYTES, payload_checksum, unpack
 from kvkeep.shm.policies import POLICIES
 from tests.conftest import unique_name
 from tests.l2.conformance import MIB, MISS, OBJECT, OK, content, get, key, put, view
@@ -463,6 +464,36 @@ def test_short_transfers_are_continued(make: Callable[..., FsAdapter]) -> None:
     keys = [key(n) for n in range(6)]
     assert put(adapter, *keys, length=70_001) == [OK] * 6
     assert get(adapter, *keys, length=70_001) == [OK] * 6
+
+
+LARGE = 9 * MIB + 4097  # more than is written at once
+
+
+@pytest.mark.parametrize("short", [False, True])
+def test_a_large_object_written_in_steps_is_one_record(make: Callable[..., FsAdapter], short: bool) -> None:
+    io = Faulty({"operation": "writev", "fault": "short", "every": 2})
+    adapter = make(io=io, capacity_gb=0.1)
+    io.on = short
+    assert put(adapter, key(1), length=LARGE) == [OK]
+    io.on = False
+    assert get(adapter, key(1), length=LARGE) == [OK]
+    path = file_of(adapter, key(1))
+    header = unpack(path.read_bytes()[:HEADER_BYTES])
+    assert header is not None
+    assert (header.key, header.stored_bytes, path.stat().st_size) == (key(1), LARGE, file_bytes(LARGE))
+    assert header.checksum == payload_checksum(content(key(1), LARGE))
+
+
+def test_a_large_object_that_fails_in_the_middle_leaves_nothing(make: Callable[..., FsAdapter], tmp_path: Path) -> None:
+    for at in range(4):  # three pieces, then the header
+        io = Faulty({"operation": "writev", "fault": "EIO", "at": [at]})
+        adapter = make(io=io, capacity_gb=0.1)
+        io.on = True
+        result = adapter.store([Item(key(1), view(content(key(1), LARGE)), 0)])[0]
+        assert (result.outcome, result.errno) == (Outcome.IO_ERROR, errno.EIO)
+        assert adapter.lookup([key(1)]) == [False]
+        assert adapter.usage().bytes_used == du(tmp_path / "kv") == 0
+        adapter.close()
 
 
 def test_a_load_that_fails_is_no_miss_and_the_object_stays(make: Callable[..., FsAdapter]) -> None:
