@@ -92,6 +92,11 @@ class Usage(NamedTuple):
     objects: int
 
 
+class TenantUse(NamedTuple):
+    bytes_used: int  # on the medium, headers and rounding included
+    quota: int  # bytes, -1 = none
+
+
 class Listing(NamedTuple):
     objects: list[tuple[Key, int]]  # with payload bytes at rest
     cursor: bytes  # give it back for the next page; b"" = that was the last
@@ -158,6 +163,26 @@ class Adapter(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Flush and let go.  What was acknowledged is kept."""
+
+    # What the objects are, and whose (catalogue.py, tenants.py).  Optional: the defaults keep nothing.
+
+    def describe(self, namespace: bytes, manifest: bytes) -> Result:
+        """Remember on the medium what a namespace is.  Said before every store of its objects: cheap when it is known.
+
+        What does not work is no reason not to store; then the medium does not know whose the objects are."""
+        return OK
+
+    def described(self, namespace: bytes) -> bytes:
+        """The manifest, b"" = not known."""
+        return b""
+
+    def undescribe(self, namespace: bytes) -> bool:
+        """Forget it: all its objects are gone.  True = it is gone for certain, there before or not."""
+        return True
+
+    def tenants(self) -> dict[str, TenantUse]:
+        """Bytes on the medium and quotas by tenant, "" = nobody's in particular; {} = they are not told apart."""
+        return {}
 
     # Management.  Optional: the defaults are made of the calls above.  By one thread at a time, beside the other calls.
 

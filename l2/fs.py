@@ -2,7 +2,8 @@
 
     {"type": "fs", "base_path": "/nvme/kv" | ["/nvme0/kv", "/nvme1/kv"], "capacity_gb": 500, "fsync": "none|data|full",
      "direct_io": "auto|on|off", "shared": false, "io_threads": 4,
-     "eviction": {"eviction_policy": "LRU", "trigger_watermark": 0.95, "eviction_ratio": 0.05}}
+     "eviction": {"eviction_policy": "LRU", "trigger_watermark": 0.95, "eviction_ratio": 0.05,
+                  "tenant_quotas": {"team-a": 64}}}
 
     store:  reserve bytes (evict) ─► unnamed file ─► header + payload ─► fsync ─► name it ─► known
     load:   known ─► open ─► header page + payload, into the arena ─► verify header, key, length, checksum ─► recent
@@ -34,6 +35,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
+from kvkeep.l2 import catalogue
 from kvkeep.l2.adapter import (
     MISS,
     OK,
@@ -45,6 +47,7 @@ from kvkeep.l2.adapter import (
     Listing,
     Outcome,
     Result,
+    TenantUse,
     Usage,
     Verified,
 )
@@ -56,6 +59,7 @@ from kvkeep.l2.fs_room import Eviction, Room, scan
 from kvkeep.l2.fs_root import Root
 from kvkeep.l2.fs_tally import FULL, GONE, NOT_OURS, Tally
 from kvkeep.l2.options import Options
+from kvkeep.l2.tenants import quotas_of
 from kvkeep.shm.policies import eviction_policy
 
 FREE_SHARE = 0.8  # of what is free or ours, when no capacity is given
@@ -92,10 +96,12 @@ class FsAdapter(Adapter):
         self._shared = options.flag("shared", False)
         self._io_threads = options.count("io_threads", 4, least=1, most=256)
         eviction = Options("fs: eviction", options.table("eviction"), ignore=())
+        policy = eviction.checked("eviction_policy", "LRU", eviction_policy)
         self._eviction = Eviction(
-            eviction.checked("eviction_policy", "LRU", eviction_policy),
+            policy,
             eviction.number("trigger_watermark", 0.95, most=1.0, above=0),
             eviction.number("eviction_ratio", 0.05, most=1.0, above=0),
+            quotas_of(eviction, policy),
         )
         eviction.done()
         options.done()
@@ -113,7 +119,7 @@ class FsAdapter(Adapter):
 
     def _set_room(self, index: CapacityIndex) -> None:
         self._index = index
-        self._room = Room(self._roots, index, self._eviction, self._shared, self._tally)
+        self._room = Room(self._roots, self._files, index, self._eviction, self._shared, self._tally)
         self._care = Care(self._roots, self._files, self._room, self._place, self._shared, self._tally)
 
     # ---- open and close ----------------------------------------------------------------------------------------------
@@ -126,12 +132,14 @@ class FsAdapter(Adapter):
             found = scan(self._roots)
             held = sum(file.size for file in found)
             limit = self._limit(held)
-            self._set_room(CapacityIndex(self._eviction.policy, limit, 2 * PAGE, len(found)))
-            self._index.adopt(found)
+            policy, quotas = self._eviction.policy, self._eviction.quotas
+            self._set_room(CapacityIndex(policy, limit, 2 * PAGE, len(found), quotas))
+            self._room.adopt(found)
             for root in self._roots:
                 root.direct = self._probe(root)
             if (over := self._index.used - limit) > 0:
                 self._room.evict(over)
+            self._room.evict_excess()
         except BaseException as error:
             for root in self._roots:
                 root.release()
@@ -374,7 +382,7 @@ class FsAdapter(Adapter):
                 return Result(Outcome.BUSY)
             if self._present(root, name, item, size, used_ns):  # somebody else has just finished
                 return OK
-            if not self._room.reserve(name, min(size + _METADATA, self._index.limit)):
+            if not self._room.reserve(name, min(size + _METADATA, self._index.limit), item.key.namespace):
                 self._count("no_space")
                 return Result(Outcome.NO_SPACE, detail="the limit is reached and nothing can be evicted")
             try:
@@ -384,7 +392,7 @@ class FsAdapter(Adapter):
                     raise
                 self._count("evicted_for_full_disk")
                 size = self._files.write(root, name, item, used_ns)
-            self._index.publish(name, root.number, size, used_ns)
+            self._index.publish(name, root.number, size, used_ns, item.key.namespace)
             self._count("stored")
             return OK
         except OSError as error:
@@ -438,6 +446,21 @@ class FsAdapter(Adapter):
                     objects.append((header.key, header.stored_bytes))
             after = b""
         return Listing(objects, b"", unreadable + sum(root.take_unreadable() for root in self._roots))
+
+    # ---- the catalogue and tenants -----------------------------------------------------------------------------------
+
+    def describe(self, namespace: bytes, manifest: bytes) -> Result:
+        self._index.learn(namespace, manifest)
+        return catalogue.keep(self, namespace, manifest)
+
+    def described(self, namespace: bytes) -> bytes:
+        return catalogue.read(self, namespace)
+
+    def undescribe(self, namespace: bytes) -> bool:
+        return self.erase([catalogue.entry_key(namespace)])[0]
+
+    def tenants(self) -> dict[str, TenantUse]:
+        return self._index.usage_by_tenant()
 
     # ---- management --------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,8 @@
 
 Bytes are reserved before they are written and counted until they are gone from the medium, so
 ``used + reserved <= limit`` at every moment, and the medium never holds more.  A name that is being stored or is
-leaving belongs to one thread; everybody else is told BUSY.  Names with readers are not evicted.
+leaving belongs to one thread; everybody else is told BUSY.  Names with readers are not evicted.  Names of the
+catalogue (catalogue.py) are in no order, so they never are.
 
 The order belongs to a policy object of `kvkeep.shm.policies`, whose time is the number of touches.  Beside that each
 name has the time of its last use in ns, never given twice, which the file keeps as its mtime: from that a restart knows
@@ -19,12 +20,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from kvkeep.l2.adapter import TenantUse
+from kvkeep.l2.catalogue import CATALOGUE
+from kvkeep.l2.tenants import KEPT, POLICY, TenantOrder, Tenants
 from kvkeep.shm.guard import Guarded
 from kvkeep.shm.policies import POLICIES, Order, eviction_policy
 from kvkeep.shm.recency import Clock
@@ -53,7 +57,10 @@ class Victim(NamedTuple):
 class CapacityIndex:
     """See the module.  Thread-safe; nothing here does I/O."""
 
-    def __init__(self, policy: str, limit: int, smallest: int, found: int = 0) -> None:
+    def __init__(
+        self, policy: str, limit: int, smallest: int, found: int = 0, quotas: Mapping[str, int] | None = None
+    ) -> None:
+        """``quotas``: bytes per tenant, with IsolatedLRU."""
         entries = max(min(limit // smallest, _MOST_ENTRIES), found) + _SPARE
         self.limit = limit
         self._recency = np.zeros(entries, dtype=np.uint64)  # the order's
@@ -62,6 +69,12 @@ class CapacityIndex:
         self._sizes = np.zeros(entries, dtype=np.int64)
         self._readers = np.zeros(entries, dtype=np.int32)
         self._roots = np.zeros(entries, dtype=np.uint8)
+        self._kept: set[int] = set()  # slots of the catalogue
+        self.tenants = Tenants(quotas or {}) if policy == POLICY else None
+        self._owners = np.zeros(entries if self.tenants else 0, dtype=np.uint16)
+        self._spaces = np.zeros(entries if self.tenants else 0, dtype=np.uint32)  # number of the namespace
+        self._numbers: dict[bytes, int] = {}  # of namespaces, as far as somebody has to know them
+        self._expected: dict[bytes, tuple[int, int]] = {}  # of names being stored: tenant, bytes
         self._slots_used = 0
         self._free: list[int] = []
         self._slots: dict[bytes, int] = {}
@@ -76,6 +89,8 @@ class CapacityIndex:
         self._lock = threading.Lock()
 
     def _ordered_by(self, name: str) -> Order:
+        if self.tenants is not None:
+            return TenantOrder(self._recency, self._owners, self.tenants, lambda slots: self._sizes[slots])
         policy = eviction_policy(name)
         if name in POLICIES:
             return policy(self._recency, self._keys)
@@ -83,7 +98,7 @@ class CapacityIndex:
             policy,
             self._recency,
             self._keys,
-            members=lambda: np.fromiter(self._slots.values(), dtype=np.int64, count=len(self._slots)),
+            members=lambda: np.array([slot for slot in self._slots.values() if slot not in self._kept], dtype=np.int64),
             belongs=lambda slots: self._sizes[slots] > 0,
             tell=lambda reason: log.error("fs: %s", reason),
         )
@@ -142,7 +157,8 @@ class CapacityIndex:
                 slot = self._slots.get(name)
                 if slot is not None:
                     self._times[slot] = max(used_ns, int(self._times[slot]))
-                    slots.append(slot)
+                    if slot not in self._kept:
+                        slots.append(slot)
             if slots:
                 self._order.touch(np.array(slots, dtype=np.int64), self._clock.stamps(len(slots)), read=read)
                 self._order.squeeze(len(self._slots))
@@ -157,9 +173,11 @@ class CapacityIndex:
             self._storing[name] = 0
             return True
 
-    def reserve(self, name: bytes, size: int) -> int:
+    def reserve(self, name: bytes, size: int, namespace: bytes = b"") -> int:
         """0 = reserved for a name being stored; otherwise so many bytes must go first."""
         with self._lock:
+            if self.tenants is not None and namespace != CATALOGUE:
+                self._expect(name, self.tenants.of(namespace), size)
             over = self._used + self._reserved + size - self.limit
             if over > 0:
                 return over
@@ -169,26 +187,43 @@ class CapacityIndex:
             self._storing[name] = size
             return 0
 
-    def publish(self, name: bytes, root: int, size: int, used_ns: int) -> None:
+    def publish(self, name: bytes, root: int, size: int, used_ns: int, namespace: bytes = b"") -> None:
         """The file is there.  Ends the store."""
         with self._lock:
-            self._reserved -= self._storing.pop(name, 0)
-            slot = self._enter(Found(name, root, size, used_ns))
-            if slot >= 0:
+            self._end_store(name)
+            slot = self._enter(Found(name, root, size, used_ns), namespace)
+            if slot >= 0 and slot not in self._kept:
                 self._order.touch(np.array([slot], dtype=np.int64), self._clock.stamps(1), read=False)
 
     def end_store(self, name: bytes) -> None:
         """Whatever came of it; after `publish` this does nothing."""
         with self._lock:
-            self._reserved -= self._storing.pop(name, 0)
+            self._end_store(name)
+
+    def _end_store(self, name: bytes) -> None:
+        self._reserved -= self._storing.pop(name, 0)
+        self._expect(name, 0, 0)
+
+    def _expect(self, name: bytes, tenant: int, size: int) -> None:
+        """What is being stored counts for its tenant from the moment that it asks for room."""
+        if self.tenants is None:
+            return
+        before, already = self._expected.pop(name, (0, 0))
+        self.tenants.coming[before] -= already
+        if size:
+            self.tenants.coming[tenant] += size
+            self._expected[name] = tenant, size
 
     def begin_scan(self) -> None:
         """From here to `adopt`, remember what goes: a scan may have seen it before."""
         with self._lock:
             self._gone_since = set()
 
-    def adopt(self, found: Iterable[Found]) -> None:
-        """Files that are there already, in any order; none that our threads publish or remove meanwhile."""
+    def adopt(self, found: Iterable[Found], namespaces: Mapping[bytes, bytes] | None = None) -> None:
+        """Files that are there already, in any order; none that our threads publish or remove meanwhile.
+
+        ``namespaces`` by name: of the catalogue's files, and of all that are new if tenants are told apart."""
+        spaces = namespaces or {}
         now = time.time_ns()
         with self._lock:
             busy = self._storing.keys() | self._leaving.keys() | (self._gone_since or set())
@@ -196,12 +231,14 @@ class CapacityIndex:
             for file in sorted(found, key=lambda file: file.used_ns):
                 slot = self._slots.get(file.name)
                 if slot is None and file.name not in busy:
-                    new.append(self._enter(file._replace(used_ns=min(file.used_ns, now))))
+                    known = file._replace(used_ns=min(file.used_ns, now))
+                    new.append(self._enter(known, spaces.get(file.name, b"")))
                 elif slot is not None and now >= file.used_ns > self._times[slot]:  # by another process
                     self._times[slot] = file.used_ns
-                    used.append(slot)
+                    if slot not in self._kept:
+                        used.append(slot)
             self._gone_since = None
-            slots = np.array([slot for slot in new if slot >= 0], dtype=np.int64)
+            slots = np.array([slot for slot in new if slot >= 0 and slot not in self._kept], dtype=np.int64)
             if len(slots):
                 stamps = self._clock.stamps(len(slots))[::-1]
                 self._recency[slots] = stamps
@@ -209,7 +246,7 @@ class CapacityIndex:
             if used:
                 self._order.touch(np.array(used[::-1], dtype=np.int64), self._clock.stamps(len(used)), read=True)
 
-    def _enter(self, file: Found) -> int:
+    def _enter(self, file: Found, namespace: bytes) -> int:
         """The slot of a new name, not yet in the order; -1 = none is left."""
         slot = self._free.pop() if self._free else self._slots_used
         if slot >= len(self._recency):
@@ -220,6 +257,11 @@ class CapacityIndex:
         self._sizes[slot], self._times[slot] = file.size, file.used_ns
         self._slots[file.name] = slot
         self._used += file.size
+        if namespace == CATALOGUE:
+            self._kept.add(slot)
+        if self.tenants is not None:
+            self._owners[slot] = KEPT if namespace == CATALOGUE else self.tenants.of(namespace)
+            self._spaces[slot] = self._numbers.setdefault(namespace, len(self._numbers))
         return slot
 
     def resize(self, name: bytes, size: int) -> None:
@@ -227,8 +269,35 @@ class CapacityIndex:
         with self._lock:
             slot = self._slots.get(name)
             if slot is not None and self._sizes[slot] != size:
-                self._used += size - int(self._sizes[slot])
+                more = size - int(self._sizes[slot])
+                self._used += more
                 self._sizes[slot] = size
+                if isinstance(self._order, TenantOrder) and slot not in self._kept:
+                    self._order.reweighed(slot, more)
+
+    # ---- tenants -----------------------------------------------------------------------------------------------------
+
+    def learn(self, namespace: bytes, manifest: bytes) -> None:
+        """Whose a namespace is.  Files of it that are here already are that tenant's from now on."""
+        if self.tenants is None:
+            return
+        with self._lock:
+            if not self.tenants.learn(namespace, manifest) or namespace not in self._numbers:
+                return
+            slots = np.fromiter(self._slots.values(), dtype=np.int64, count=len(self._slots))
+            slots = slots[self._spaces[slots] == self._numbers[namespace]]
+            assert isinstance(self._order, TenantOrder)
+            self._order.reown(slots, np.full(len(slots), self.tenants.of(namespace), dtype=np.uint16))
+            leaving = [slot for slot in self._leaving.values() if self._spaces[slot] == self._numbers[namespace]]
+            self._owners[leaving] = self.tenants.of(namespace)
+
+    def usage_by_tenant(self) -> dict[str, TenantUse]:
+        with self._lock:
+            return {} if self.tenants is None else self.tenants.usage()
+
+    def excess(self) -> bool:
+        """Somebody has more than his quota, of objects that are not just being stored."""
+        return self.tenants is not None and self.tenants.most_above().tenant >= 0
 
     # ---- leaving -----------------------------------------------------------------------------------------------------
 
@@ -243,8 +312,26 @@ class CapacityIndex:
             return True
 
     def _leave(self, slot: int) -> None:
+        if slot in self._kept:
+            return
         self._order.leave(np.array([slot], dtype=np.int64))
         self._recency[slot] = 0
+
+    def excess_victims(self, most: int) -> list[Victim]:
+        """Up to ``most`` names of tenants that are above their quotas, taken as by `take`."""
+        with self._lock:
+            if not isinstance(self._order, TenantOrder):
+                return []
+            slots = self._order.pop_excess(most, lambda slots: self._evictable(slots, None))
+            self._order.released()
+            return [self._victim(slot) for slot in slots.tolist()]
+
+    def _victim(self, slot: int) -> Victim:
+        """For a slot that the order gave up."""
+        name = self._keys[slot].tobytes()[:NAME_BYTES]
+        del self._slots[name]
+        self._leaving[name] = slot
+        return Victim(name, int(self._roots[slot]))
 
     def victims(self, size: int, root: int | None = None) -> list[Victim]:
         """The least recent names that make up ``size`` bytes, taken as by `take`; fewer if others are being read."""
@@ -256,11 +343,8 @@ class CapacityIndex:
                 if not len(slots):
                     break
                 for slot in slots.tolist():
-                    name = self._keys[slot].tobytes()[:NAME_BYTES]
-                    del self._slots[name]
-                    self._leaving[name] = slot
                     size -= int(self._sizes[slot])
-                    taken.append(Victim(name, int(self._roots[slot])))
+                    taken.append(self._victim(slot))
             self._order.released()  # those passed over are looked at again next time
         return taken
 
@@ -276,7 +360,8 @@ class CapacityIndex:
         """It could not be removed; it is the most recent now, so that others are tried before it again."""
         with self._lock:
             slot = self._slots[name] = self._leaving.pop(name)
-            self._order.touch(np.array([slot], dtype=np.int64), self._clock.stamps(1), read=False)
+            if slot not in self._kept:
+                self._order.touch(np.array([slot], dtype=np.int64), self._clock.stamps(1), read=False)
 
     def forget(self, name: bytes, older_than: int | None = None) -> bool:
         """The file vanished.  False = it was not known, or was used at ``older_than`` (ns) or later."""
@@ -294,6 +379,7 @@ class CapacityIndex:
             self._gone_since.add(name)
         self._used -= int(self._sizes[slot])
         self._sizes[slot] = 0
+        self._kept.discard(slot)
         self._free.append(slot)
 
     def check_integrity(self) -> None:
@@ -305,5 +391,14 @@ class CapacityIndex:
                 raise AssertionError(f"used {self._used} of {total}, reserved {self._reserved} of {reserved} bytes")
             if len(slots) + len(self._free) != self._slots_used:
                 raise AssertionError(f"{len(slots)} names and {len(self._free)} free are not {self._slots_used} slots")
-            if set(self._order.members().tolist()) != set(self._slots.values()):
+            ordered = set(self._slots.values()) - self._kept
+            if set(self._order.members().tolist()) != ordered:
                 raise AssertionError("the order of eviction and the names differ")
+            if self.tenants is not None:
+                expected = [0] * len(self.tenants.used)
+                for slot in ordered:
+                    expected[self._owners[slot]] += int(self._sizes[slot])
+                if self.tenants.used != expected:
+                    raise AssertionError(f"tenants have {expected} bytes, counted {self.tenants.used}")
+                if sum(self.tenants.coming) != sum(size for _, size in self._expected.values()):
+                    raise AssertionError(f"tenants wait for {self.tenants.coming} bytes: {self._expected}")

@@ -13,7 +13,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+from kvkeep.l2.catalogue import CATALOGUE, MAX_MANIFEST
 from kvkeep.l2.fs_index import CapacityIndex, Found, Victim
+from kvkeep.l2.fs_objects import ObjectFiles
 from kvkeep.l2.fs_root import FOLDERS, Root
 from kvkeep.l2.fs_tally import GONE, Tally
 
@@ -21,6 +23,7 @@ RESCAN_S = 10.0  # where roots are shared; longer if a scan takes long
 _PATIENCE_S = 5.0
 _STEP = 256 << 20  # bytes that the janitor takes out of the index at once
 _SCAN_THREADS = 4
+_EXCESS_STEP = 64  # files of tenants above their quotas that go before the books are looked at again
 
 log = logging.getLogger("kvkeep.l2.fs")
 
@@ -29,13 +32,23 @@ class Eviction(NamedTuple):
     policy: str
     watermark: float  # of the limit
     ratio: float  # of the limit
+    quotas: dict[str, int]  # bytes by tenant, with IsolatedLRU
 
 
 class Room:
     """See the module."""
 
-    def __init__(self, roots: list[Root], index: CapacityIndex, eviction: Eviction, shared: bool, tally: Tally) -> None:
+    def __init__(
+        self,
+        roots: list[Root],
+        files: ObjectFiles,
+        index: CapacityIndex,
+        eviction: Eviction,
+        shared: bool,
+        tally: Tally,
+    ) -> None:
         self.index = index
+        self._files = files
         self._roots, self._shared, self._tally = roots, shared, tally
         self._high = int(eviction.watermark * index.limit)
         self._share = int(eviction.ratio * index.limit)
@@ -54,15 +67,29 @@ class Room:
 
     # ---- making room -------------------------------------------------------------------------------------------------
 
-    def reserve(self, name: bytes, size: int) -> bool:
-        """False = the limit is reached and nothing can go."""
+    def reserve(self, name: bytes, size: int, namespace: bytes = b"") -> bool:
+        """False = the limit is reached and nothing can go.  Whose it is, comes back to his quota, if he is above it."""
         patience = time.monotonic() + _PATIENCE_S
-        while (over := self.index.reserve(name, size)) > 0:
+        over = self.index.reserve(name, size, namespace)
+        if self.index.excess():
+            self.evict_excess()
+            over = self.index.reserve(name, size, namespace)
+        while over > 0:
             if not self.evict(over):
                 if not self.index.leaving or time.monotonic() > patience:
                     return False
                 time.sleep(0.001)  # another thread is making room
+            over = self.index.reserve(name, size, namespace)
         return True
+
+    def evict_excess(self) -> None:
+        """What tenants have above their quotas goes, but for what is being read."""
+        while self.index.excess() and (victims := self.index.excess_victims(_EXCESS_STEP)):
+            gone = sum(self._evict_one(victim) for victim in victims)
+            self._tally.count("evicted", gone)
+            self._tally.count("evicted_above_quota", gone)
+            if not gone:
+                return
 
     def evict(self, size: int, root: Root | None = None) -> int:
         """How many objects went, for so many bytes if possible; 0 = none can."""
@@ -111,7 +138,7 @@ class Room:
     # ---- the janitor -------------------------------------------------------------------------------------------------
 
     def stored(self) -> None:
-        if self.index.used > self._high:
+        if self.index.used > self._high or self.index.excess():
             self._wake.set()
 
     def _clean(self) -> None:
@@ -126,6 +153,7 @@ class Room:
                     self.rescan()
                     pause = max(RESCAN_S, 20 * (time.monotonic() - started))
                     due = time.monotonic() + pause
+                self.evict_excess()
                 if self.index.used > self._high:
                     target = max(0, self.index.used - self._share)
                     while (over := self.index.used - target) > 0 and not self._stop:
@@ -144,7 +172,39 @@ class Room:
         for name in self.index.names():
             if name not in there:
                 self.index.forget(name, older_than=began)
-        self.index.adopt(found)
+        self.adopt(found)
+
+    def adopt(self, found: list[Found]) -> None:
+        """These are there.  Where tenants are told apart, the headers of those that are new say whose they are."""
+        catalogue = [file for file in found if self._roots[file.root].is_catalogue(file.name)]
+        namespaces = {file.name: CATALOGUE for file in catalogue}
+        if self.index.tenants is not None:
+            for file in catalogue:
+                if file.name not in self.index:
+                    self._learn(file)
+            new = [file for file in found if file.name not in self.index and file.name not in namespaces]
+            with ThreadPoolExecutor(_SCAN_THREADS) as pool:
+                namespaces |= dict(zip((file.name for file in new), pool.map(self._namespace_of, new), strict=True))
+        self.index.adopt(found, namespaces)
+
+    def _namespace_of(self, file: Found) -> bytes:
+        """b"" = it cannot be read; then it is nobody's."""
+        header = self._files.header(self._roots[file.root], file.name)
+        return b"" if header is None else header.key.namespace
+
+    def _learn(self, file: Found) -> None:
+        root = self._roots[file.root]
+        header = self._files.header(root, file.name)
+        if header is None or root.name(header.key) != file.name:
+            return
+        try:
+            seen = self._files.fetch(root, file.name, header.key, MAX_MANIFEST, 0)
+        except OSError as error:
+            if error.errno not in GONE:
+                self._tally.failed("catalogue", root.path, error)
+            return
+        if seen.header is not None:
+            self.index.learn(header.key.chunk, bytes(seen.payload))
 
 
 def scan(roots: list[Root]) -> list[Found]:

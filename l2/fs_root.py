@@ -2,6 +2,7 @@
 
     <root>/KVKEEP-FS            mark: magic, 32 secret bytes, checksum; then, as text, who uses the directory.  Flocked.
     <root>/objects/ab/ab12...   one file per shard of a chunk; the name is a keyed hash (with the secret) of the key
+                                (of the catalogue's entries: all begin alike, so that a scan knows them by their names)
     <root>/tmp/<id>.lock        one per process that has the root open, flocked by it
     <root>/tmp/<id>.<n>         its files that have no name yet, where the file system has no O_TMPFILE
 
@@ -29,6 +30,7 @@ from collections.abc import Iterator
 import xxhash
 
 from kvkeep.l2.adapter import AdapterError, Key
+from kvkeep.l2.catalogue import CATALOGUE
 from kvkeep.l2.fs_index import NAME_BYTES, Found
 from kvkeep.l2.fs_io import PAGE, FileIO
 from kvkeep.l2.fs_tally import Tally
@@ -37,6 +39,7 @@ FOLDERS = [f"{number:02x}" for number in range(256)]
 _MARK = "KVKEEP-FS"
 _MARK_MAGIC = b"KVKEEPF1"
 _MARK_BYTES = 48
+_CATALOGUE_BYTES = 8  # of a name
 _OWNER_AT, _OWNER_BYTES = 64, 192
 _NAME = re.compile(r"[0-9a-f]{40}\Z")
 _UNFINISHED_MARK = re.compile(re.escape(_MARK) + r"\.[0-9a-f]{16}\Z")
@@ -58,7 +61,7 @@ class Root:
         self._id = secrets.token_hex(8)
         self._temps = itertools.count()
         self._unnamed = True  # O_TMPFILE and link work
-        self._secret = b""
+        self._secret = self._catalogue = b""
         self._unreadable = 0  # folders, see `take_unreadable`
         self._mark_fd = self._tmp_fd = self._lock_fd = self.fd = -1
 
@@ -115,6 +118,7 @@ class Root:
             os.pwrite(fd, data, 0)
             os.fsync(fd)
         self._secret = data[8:40]
+        self._catalogue = hashlib.blake2b(CATALOGUE, key=self._secret, digest_size=_CATALOGUE_BYTES).digest()
         who = f"pid {os.getpid()} on {socket.gethostname()}{' and others (shared)' if shared else ''}"
         os.pwrite(fd, who.encode("ascii", "replace")[:_OWNER_BYTES].ljust(_OWNER_BYTES), _OWNER_AT)
 
@@ -185,7 +189,12 @@ class Root:
 
     def name(self, key: Key) -> bytes:
         tail = key.shard.to_bytes(4, "little") + key.shards.to_bytes(4, "little")
-        return hashlib.blake2b(key.namespace + key.chunk + tail, key=self._secret, digest_size=NAME_BYTES).digest()
+        name = hashlib.blake2b(key.namespace + key.chunk + tail, key=self._secret, digest_size=NAME_BYTES).digest()
+        return name if key.namespace != CATALOGUE else self._catalogue + name[_CATALOGUE_BYTES:]
+
+    def is_catalogue(self, name: bytes) -> bool:
+        """The name of an entry of the catalogue, as far as a name can tell."""
+        return name.startswith(self._catalogue)
 
     def create(self, name: bytes, direct: bool) -> Draft:
         flags = os.O_WRONLY | (os.O_DIRECT if direct else 0)

@@ -2,7 +2,8 @@
 
     {"type": "raw_block", "path": "/dev/nvme1n1" | "/nvme/kv.raw", "size_gb": 500, "format": false,
      "direct_io": "auto|on|off", "io": "auto|uring|threads", "queue_depth": 32, "durability": "data|none",
-     "eviction": {"eviction_policy": "LRU|noop", "trigger_watermark": 0.95, "eviction_ratio": 0.05}}
+     "eviction": {"eviction_policy": "LRU|IsolatedLRU|noop", "trigger_watermark": 0.95, "eviction_ratio": 0.05,
+                  "tenant_quotas": {"team-a": 64}}}
 
 A file that does not exist is made with ``size_gb``; a device is used whole, or up to ``size_gb``.  It belongs to one
 process at a time.
@@ -40,7 +41,21 @@ from typing import TypeVar
 
 import numpy as np
 
-from kvkeep.l2.adapter import Adapter, AdapterError, Fetched, Item, Key, Listing, Outcome, Result, Usage, Verified
+from kvkeep.l2 import catalogue
+from kvkeep.l2.adapter import (
+    OK,
+    Adapter,
+    AdapterError,
+    Fetched,
+    Item,
+    Key,
+    Listing,
+    Outcome,
+    Result,
+    TenantUse,
+    Usage,
+    Verified,
+)
 from kvkeep.l2.options import Options
 from kvkeep.l2.raw_io import Engine, Threads
 from kvkeep.l2.raw_layout import Geometry
@@ -49,8 +64,10 @@ from kvkeep.l2.raw_recovery import read_heads, read_history, recover
 from kvkeep.l2.raw_room import Eviction, Room
 from kvkeep.l2.raw_store import Store
 from kvkeep.l2.raw_uring import Uring
+from kvkeep.l2.tenants import POLICY, quotas_of
 
 GROUP = 64  # objects that go through their steps together
+CATALOGUE_SLABS = 8  # entries need a slab of their size class: a medium of fewer slabs than this keeps none
 COMPACT_TABLES = 16  # written in one step of a compaction
 _CURSOR = struct.Struct("<Q")
 _LIST_STEP = 65536
@@ -90,12 +107,13 @@ class RawBlockAdapter(Adapter):
         self._queue_depth = options.count("queue_depth", 32, least=1, most=4096)
         self._flush = options.choice("durability", "data", ("none", "data")) == "data"
         eviction = Options("raw_block: eviction", options.table("eviction"), ignore=())
-        policy = eviction.choice("eviction_policy", "LRU", ("LRU", "noop"))
+        policy = eviction.choice("eviction_policy", "LRU", ("LRU", POLICY, "noop"))
         watermark = eviction.number("trigger_watermark", 0.95, most=1.0, above=0)
         ratio = eviction.number("eviction_ratio", 0.05, most=1.0, above=0)
+        quotas = quotas_of(eviction, policy)
         eviction.done()
         options.done()
-        self._eviction = Eviction(policy != "noop", watermark, min(ratio, watermark))
+        self._eviction = Eviction(policy, watermark, min(ratio, watermark), quotas)
         self._wrap = engine
         self.counters: Counter[str] = Counter()
         self._medium: Medium | None = None
@@ -119,7 +137,9 @@ class RawBlockAdapter(Adapter):
                 engine.close()
             os.close(medium.fd)
             raise
-        self._medium, self._parts = medium, (engine, room, Store(room, medium.memory_alignment, self._flush))
+        store = Store(room, medium.memory_alignment, self._flush)
+        self._read_catalogue(room, store)
+        self._medium, self._parts = medium, (engine, room, store)
         for note in medium.notes:
             log.warning("%s", note)
         log.info(
@@ -166,6 +186,21 @@ class RawBlockAdapter(Adapter):
             if not room.journal.checkpoint(dirty):
                 room.journal.anchor()
         return room
+
+    def _read_catalogue(self, room: Room, store: Store) -> None:
+        """Whose what lies here is, if somebody has to know."""
+        if room.tenants is None:
+            return
+        rows = room.objects.visible()
+        keys = [room.objects.key(row) for row in rows[room.objects.kept(rows)].tolist()]
+        manifests: dict[bytes, bytes] = {}
+        for start in range(0, len(keys), GROUP):
+            group = keys[start : start + GROUP]
+            fetched = store.fetch([(key, catalogue.MAX_MANIFEST) for key in group])
+            read = zip(group, fetched, strict=True)
+            manifests |= {key.chunk: bytes(one.payload) for key, one in read if one.outcome == Outcome.OK}
+        room.learn(manifests)
+        room.evict_excess()
 
     def close(self) -> None:
         with self._state:
@@ -261,6 +296,27 @@ class RawBlockAdapter(Adapter):
                     at = rows[-1] + 1 if rows and len(found) == limit else at + _LIST_STEP
                 more = at < objects.end
             return Listing(found, _CURSOR.pack(at) if more else b"")
+
+    # The catalogue and tenants
+
+    def describe(self, namespace: bytes, manifest: bytes) -> Result:
+        with self._use() as parts:
+            if parts is None:
+                return _CLOSED
+            parts[0].learn({namespace: manifest})
+            if parts[0].geometry.slabs < CATALOGUE_SLABS:
+                return OK
+        return catalogue.keep(self, namespace, manifest)
+
+    def described(self, namespace: bytes) -> bytes:
+        return catalogue.read(self, namespace)
+
+    def undescribe(self, namespace: bytes) -> bool:
+        return self.erase([catalogue.entry_key(namespace)])[0]
+
+    def tenants(self) -> dict[str, TenantUse]:
+        with self._use() as parts:
+            return {} if parts is None else parts[0].usage_by_tenant()
 
     # Management
 

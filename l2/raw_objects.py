@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvkeep.l2.adapter import Key
+from kvkeep.l2.catalogue import CATALOGUE
 from kvkeep.l2.raw_layout import RECORD, Records
 from kvkeep.shm.index import Index
 
@@ -37,6 +38,7 @@ _NORESERVE = 0x4000
 _LOW = np.uint64(0xFFFFFFFF)
 _32 = np.uint64(32)
 _STEP = 4096
+_CATALOGUE = _SPACE.pack(CATALOGUE, 0, 1)
 _FIRST_ROWS = 65536
 
 
@@ -169,6 +171,20 @@ class Objects:
                 self._idle_ids.append(number)
             elif self._counts[number] == count and sign > 0 and number in self._idle_ids:
                 self._idle_ids.remove(number)
+
+    def namespaces(self) -> list[bytes]:
+        """By the number of the space."""
+        return [name[:32] for name in self._names]
+
+    def spaces(self, rows: I64) -> I64:
+        return (self.records[rows, 4] & _LOW).astype(np.int64)
+
+    def kept(self, rows: I64) -> npt.NDArray[np.bool_]:
+        """Which are of the catalogue: they have a stamp, so that they are visible, but are in no order."""
+        space = self._ids.get(_CATALOGUE)
+        if space is None:
+            return np.zeros(len(rows), dtype=bool)
+        return self.spaces(rows) == space
 
     # Rows
 

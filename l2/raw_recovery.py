@@ -352,6 +352,7 @@ class _Recovery:
             rows = rows[np.argsort(self.objects.recency[rows])]
             for start in range(0, len(rows), _ORDER_STEP):
                 part = rows[start : start + _ORDER_STEP].astype(np.int64)
+                part = part[~self.objects.kept(part)]
                 size_class.order.adopt(part, self.objects.recency[part])
 
 

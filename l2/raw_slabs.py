@@ -10,6 +10,9 @@ A slab without rows goes to whichever class asks next.  Room is made by the orde
 order over one clock, so ages compare: the class with the oldest object gives.  If that is another class than the one
 that needs room, it gives its emptiest slab as a whole.
 
+With IsolatedLRU the orders of all classes share one account of tenants (tenants.py), and who is above his quota gives
+before age is looked at.
+
 Bytes are counted as slots, with their share of the slab's table and rounding: a full medium is full at 100 %.
 
 Not thread-safe: everything here is called under the adapter's lock.
@@ -25,9 +28,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvkeep.l2.raw_layout import Geometry
-from kvkeep.shm.recency import LruOrder
+from kvkeep.l2.tenants import TenantOrder, Tenants
+from kvkeep.shm.recency import NEVER, LruOrder
 
 I64 = npt.NDArray[np.int64]
+U16 = npt.NDArray[np.uint16]
 U32 = npt.NDArray[np.uint32]
 U64 = npt.NDArray[np.uint64]
 Evictable = Callable[[I64], npt.NDArray[np.bool_]]
@@ -48,7 +53,7 @@ class SizeClass:
     blocks: int
     slots: int  # of one slab
     charge: int  # bytes that one slot counts as
-    order: LruOrder
+    order: LruOrder | TenantOrder
     live: int = 0  # rows in its slots
     slabs: set[int] = field(default_factory=set)
     roomy: dict[int, None] = field(default_factory=dict)  # with a free slot; used as an ordered set
@@ -57,9 +62,13 @@ class SizeClass:
 class Slabs:
     """See the module."""
 
-    def __init__(self, geometry: Geometry, recency: U64) -> None:
+    def __init__(
+        self, geometry: Geometry, recency: U64, tenants: Tenants | None = None, owner: U16 | None = None
+    ) -> None:
+        """Columns by row; ``owner``, the tenants' numbers, is there if ``tenants`` are told apart."""
         self.geometry = geometry
         self._recency = recency
+        self._tenants, self._owner = tenants, owner
         n = geometry.slabs
         self.blocks = np.zeros(n, dtype=np.int32)  # class, 0 = none
         self.generation = np.zeros(n, dtype=np.uint64)
@@ -77,9 +86,15 @@ class Slabs:
             slots = self.geometry.slots(blocks)
             if not slots:
                 return None
-            found = SizeClass(blocks, slots, self.geometry.slab_bytes // slots, LruOrder(self._recency))
+            charge = self.geometry.slab_bytes // slots
+            found = SizeClass(blocks, slots, charge, self._ordered(charge))
             self.classes[blocks] = found
         return found
+
+    def _ordered(self, charge: int) -> LruOrder | TenantOrder:
+        if self._tenants is None or self._owner is None:
+            return LruOrder(self._recency)
+        return TenantOrder(self._recency, self._owner, self._tenants, lambda rows: np.full(len(rows), charge))
 
     def assign(self, slab: int, blocks: int, generation: int) -> None:
         """Give an empty slab its class."""
@@ -175,7 +190,7 @@ class Slabs:
 
     # Who goes
 
-    def order_of(self, slab: int) -> LruOrder:
+    def order_of(self, slab: int) -> LruOrder | TenantOrder:
         return self.classes[int(self.blocks[slab])].order
 
     def released(self) -> None:
@@ -189,6 +204,10 @@ class Slabs:
     def oldest(self, target: int, evictable: Evictable, most: int) -> Iterator[I64]:
         """Up to ``most`` rows to evict until ``target`` bytes would be used, about in their order over all classes."""
         excess = self.bytes_used - target
+        for size_class, rows in self._above(most, evictable):
+            excess -= len(rows) * size_class.charge
+            most -= len(rows)
+            yield rows
         while excess > 0 and most > 0:
             for size_class in self._by_age():
                 rows = size_class.order.pop(min(most, -(-excess // size_class.charge), _AT_ONCE), evictable)
@@ -202,6 +221,9 @@ class Slabs:
 
     def make_room(self, wanted: SizeClass, n: int, evictable: Evictable) -> I64:
         """Rows to evict so that ``wanted`` gets slots, at best n of them; none = nothing can go now."""
+        above = self.excess(max(n, _AT_ONCE), evictable)
+        if len(above):
+            return above
         for size_class in self._by_age():
             if size_class is wanted:
                 rows = size_class.order.pop(n, evictable)
@@ -211,10 +233,37 @@ class Slabs:
                 return rows
         return np.empty(0, dtype=np.int64)
 
+    def excess(self, most: int, evictable: Evictable) -> I64:
+        """Up to ``most`` rows of tenants that are above their quotas, each tenant's oldest over all classes first."""
+        return np.concatenate([np.empty(0, dtype=np.int64), *(rows for _, rows in self._above(most, evictable))])
+
+    def _above(self, most: int, evictable: Evictable) -> Iterator[tuple[SizeClass, I64]]:
+        barren: set[int] = set()  # tenants of whom nothing can go now
+        while most > 0 and self._tenants is not None:
+            tenant, over = self._tenants.most_above(barren)
+            if tenant < 0:
+                break
+            orders = ((c.order, c.blocks) for c in self.classes.values())
+            ages = ((o.candidate_of(tenant), blocks) for o, blocks in orders if isinstance(o, TenantOrder))
+            first = sorted(age for age in ages if age[0])[:2]
+            if not first:
+                barren.add(tenant)
+                continue
+            size_class, before = self.classes[first[0][1]], first[1][0] if len(first) > 1 else NEVER
+            assert isinstance(size_class.order, TenantOrder)
+            n = min(most, max(1, -(-over // size_class.charge)))
+            rows = size_class.order.pop_of(tenant, n, evictable, before)
+            if not len(rows) and size_class.order.candidate_of(tenant) == first[0][0]:
+                barren.add(tenant)
+            most -= len(rows)
+            if len(rows):
+                yield size_class, rows
+
     def _whole_slab(self, size_class: SizeClass, evictable: Evictable) -> I64:
         for slab in sorted(size_class.slabs, key=lambda s: int(self.busy[s])):
             rows = self.rows(slab)
             if len(rows) == self.busy[slab] and self._recency[rows].all() and evictable(rows).all():
+                size_class.order.leave(rows)
                 self._recency[rows] = 0
                 return rows
         return np.empty(0, dtype=np.int64)
