@@ -2,7 +2,7 @@
 
 CLOSED --FAILURES failures in a row--> OPEN --pause over: probe()--> HALF_OPEN --it worked--> CLOSED
                                          ^                              |
-                                         +--it failed, pause doubled----+
+                                         +--it failed, pause doubled----+   (probe_at_once: pause over)
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class Breaker:
         self.circuit = Circuit.CLOSED
         self.opened = 0  # times, for the statistics
         self.probe_at = 0.0  # while OPEN: when to probe
+        self.failed_probes = 0  # in a row
         self._failures = 0
         self._pause = PAUSE_FIRST_S
 
@@ -53,13 +54,18 @@ class Breaker:
         if works:
             self.reset()
         elif not self.closed:
+            self.failed_probes += 1
             self._pause = min(PAUSE_MAX_S, self._pause * 2)
             self._open(now)
 
     def reset(self) -> None:
         self.circuit = Circuit.CLOSED
-        self._failures = 0
+        self._failures = self.failed_probes = 0
         self._pause = PAUSE_FIRST_S
+
+    def probe_at_once(self, now: float) -> None:
+        """There is reason to hope; if not, the pauses go on growing from where they were."""
+        self.circuit, self.probe_at = Circuit.OPEN, now
 
     def _open(self, now: float) -> None:
         self.circuit = Circuit.OPEN

@@ -38,10 +38,12 @@ from kvkeep.l2.maintenance import Step, What
 HEARTBEAT_S = 10.0  # also covers the start of the process on a loaded machine
 OVERDUE_LEAST_S = 1.0  # a short deadline that passes says nothing against the medium before this
 PROBE_DEADLINE_S = 5.0
+RENEW_PROBES = 4  # probes that fail in a row: then a new process opens the medium anew
 MEASURE_S = 2.0
 ROUND_PACKETS = 64  # read per round of the control loop
 RESEND_S = 0.01  # the channel was full
 MAX_DESCRIBED = 4096  # namespaces; then all are told again
+TROUBLE_S = 10.0  # a failure is a reason for this long: longer than status is usually asked for
 LONG_START_S = 15.0  # an adapter that opens for longer than this is a reason to say so
 
 log = logging.getLogger("kvkeep.movers")
@@ -109,6 +111,8 @@ class Mover:
         self._trouble = ""  # what the adapter said when it could not be opened
         self._last_fault = ""
         self._full = ""
+        self._ill, self._ill_until = "", 0.0  # what failed lately
+        self._renewed = False  # by us, because the medium does not work: its being open proves nothing
         self._ids = itertools.count(1)
         self._open: dict[int, OpenJob] = {}
         self._overdue: list[tuple[float, int]] = []
@@ -298,7 +302,11 @@ class Mover:
             self.type_name, self.usage = message.type_name, message.usage
             self.phase, self._trouble = Phase.SERVING, ""
             self.child.proved()
-            self.breaker.reset()
+            if self._renewed:
+                self.breaker.probe_at_once(time.monotonic())
+            else:
+                self.breaker.reset()
+            self._renewed = False
             log.info("%s (%s) serves: %d objects, %d bytes", self.name, self.label, *_of(message.usage))
             self.on_serving(self)
         elif isinstance(message, j.Failed):
@@ -339,6 +347,8 @@ class Mover:
             return
         if seen & j.FAULTS:
             self._last_fault = answer.detail or (os.strerror(answer.errno) if answer.errno else "")
+        if seen & _ILLS:
+            self._fell_ill(job, answer.detail or self._last_fault, now)
         if seen and seen <= j.FAULTS:
             self._fault(now)
         elif not seen <= {Code.EXPIRED, Code.STOPPING}:
@@ -348,6 +358,10 @@ class Mover:
                 self._full = answer.detail or "the medium is full"
             elif Code.OK in seen:
                 self._full = ""
+
+    def _fell_ill(self, job: j.AnyJob, how: str, now: float) -> None:
+        what = {j.Put: "stores", j.Get: "loads", j.Drop: "removals"}.get(type(job), "lookups")
+        self._ill, self._ill_until = f"some {what} failed: {how or 'nobody knows why'}", now + TROUBLE_S
 
     def _fault(self, now: float) -> None:
         if self.breaker.failure(now):
@@ -362,7 +376,13 @@ class Mover:
     def _probed(self, works: bool, now: float) -> None:
         was_closed = self.breaker.closed
         self.breaker.probed(works, now)
+        failed = self.breaker.failed_probes
+        if failed and failed % RENEW_PROBES == 0:
+            log.warning("%s (%s): is opened anew", self.name, self.label)
+            self._renewed = True
+            self.child.renew()
         if self.breaker.closed and not was_closed:
+            self._ill_until = 0.0
             log.info("%s (%s) works again", self.name, self.label)
             if self.phase is Phase.SERVING:
                 self.on_serving(self)
@@ -386,6 +406,7 @@ class Mover:
     def tick(self, now: float) -> float | None:
         """What is due.  Returns when the next thing is."""
         deadlines = [self._tick_child(now), self._tick_jobs(now), self._tick_breaker(now), self._tick_measure(now)]
+        deadlines.append(self._ill_until if now < self._ill_until else None)
         if self._outbox:
             self._flush()
             deadlines.append(now + RESEND_S if self._outbox else None)
@@ -416,6 +437,7 @@ class Mover:
         if isinstance(open_job.job, j.Probe):
             self.breaker.probed(False, now)
         elif not isinstance(open_job.job, j.Measure | j.Manage):
+            self._fell_ill(open_job.job, "no answer in time", now)
             self._fault(now)
         open_job.late()
 
@@ -453,6 +475,8 @@ class Mover:
             found.append(f"{self.name} ({self.label}): left alone, it does not work: {self._fault_text}")
         if self._full:
             found.append(f"{self.name} ({self.label}): stores fail: {self._full}")
+        if self.breaker.closed and time.monotonic() < self._ill_until:
+            found.append(f"{self.name} ({self.label}): {self._ill}")
         return found
 
     def row(self) -> dict[str, Any]:
@@ -477,6 +501,8 @@ class Mover:
             **{name: self.totals[name] for name in TOTALS},
         }
 
+
+_ILLS = j.FAULTS | {Code.CORRUPT}  # worth a word in the health
 
 TOTALS = ("chunks_stored", "bytes_stored", "chunks_loaded", "bytes_loaded", "finds", "stores_shed", "jobs_late")
 

@@ -17,6 +17,8 @@ done.
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +43,7 @@ PUTS = 4  # open Put jobs per adapter
 PUT_DEADLINE_S = 30.0
 SCAN_STEP = 8192  # records per round: well under a millisecond
 RESCAN_S = 1.0  # at the earliest after the last scan ended, when something was shed
+RETRY_S = 10.0  # after this, what a medium refused is given to it again: a full or failing one may work by then
 _NONE: I64 = np.empty(0, dtype=np.int64)
 
 log = logging.getLogger("kvkeep.store")
@@ -96,6 +99,7 @@ class Feed:
     scan_at: int = -1  # record that the scan has come to; -1 = none is under way
     scan_wanted: bool = True
     next_scan: float = 0.0
+    retry_at: float = math.inf  # something failed: scan again then
     was_emptied: bool = False  # whatever the bits say was true of another medium: this scan clears them
 
 
@@ -146,6 +150,8 @@ class StoreController:
         """One bounded piece of work.  True = there is more to do at once."""
         busy = False
         for feed in self._feeds:
+            if now >= feed.retry_at:
+                feed.scan_wanted, feed.retry_at = True, math.inf
             if feed.mover.available:
                 busy |= self._scan(feed, now)
                 self._dispatch(feed, now)
@@ -153,6 +159,7 @@ class StoreController:
 
     def next_deadline(self, now: float) -> float | None:
         waiting = [f.next_scan for f in self._feeds if f.scan_wanted and f.scan_at < 0 and f.mover.available]
+        waiting += [f.retry_at for f in self._feeds if f.retry_at < math.inf]
         return min((at for at in waiting if at > now), default=None)
 
     def serving(self, mover: Mover) -> None:
@@ -315,20 +322,25 @@ class StoreController:
     def _stored(self, mover: Mover, held: References, codes: Sequence[int], job: int, extent: int) -> None:
         del self._held[id(held)]
         entries = held.entries
-        good = np.array(codes, dtype=np.uint8) == Code.OK
+        said = np.array(codes, dtype=np.uint8)
+        good = said == Code.OK
         if trace.on(log):
             trace.chunks(log, f"stored by {mover.name}/{job}", self.arena.table.keys[entries[good]])
             trace.chunks(log, f"not stored by {mover.name}/{job}", self.arena.table.keys[entries[~good]])
         stored = entries[good]
-        self.arena.table.tiers[stored] |= np.uint32(mover.bit)
+        done = entries[good | (said == Code.TOO_LARGE)]  # what will never fit need not be given again
+        self.arena.table.tiers[done] |= np.uint32(mover.bit)
         mover.totals["chunks_stored"] += len(stored)
         mover.totals["bytes_stored"] += len(stored) * extent
         self.counters["l2_chunks_stored"] += len(stored)
         self.counters["l2_store_failures"] += len(entries) - len(stored)
-        if set(codes) & {Code.LOST, Code.STOPPING, Code.EXPIRED}:
-            self._feeds[mover.index].scan_wanted = True  # nothing was wrong with these
+        feed, failed = self._feeds[mover.index], set(codes) - {Code.OK, Code.TOO_LARGE}
+        if failed & {Code.LOST, Code.STOPPING, Code.EXPIRED}:
+            feed.scan_wanted = True  # nothing was wrong with these
+        elif failed:
+            feed.retry_at = min(feed.retry_at, time.monotonic() + RETRY_S)
         if self.skip_l1:
-            self._leave(stored)
+            self._leave(done)
         held.trim(0)
 
     def _leave(self, entries: I64) -> None:

@@ -124,6 +124,11 @@ class Child:
             self._signal(signal.SIGTERM)
         self.state = State.STOPPED
 
+    def renew(self) -> None:
+        """Ask it to end, without waiting; it is restarted as if it had failed."""
+        if self.state is State.RUNNING:
+            self._signal(signal.SIGTERM)
+
     def stop(self, deadline: float) -> None:
         """End it: SIGTERM, and SIGKILL at ``deadline`` (`time.monotonic`).  Returns when it is gone and reaped."""
         self.terminate()

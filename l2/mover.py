@@ -324,7 +324,8 @@ class Mover:
                 break
             time.sleep(delay)
             for i, result in zip(again, self._guarded(call, [items[i] for i in again]), strict=True):
-                results[i] = result
+                if result.outcome != Outcome.MISS:  # given up meanwhile, by an adapter that could not read it: a fault
+                    results[i] = result
         return results
 
     def _guarded(self, call: Callable[[list[Any]], list[R]], items: list[Any]) -> list[R]:

@@ -15,6 +15,7 @@ block, or all of a view whose address the device cannot take.
 from __future__ import annotations
 
 import errno
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -34,7 +35,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _MEDIA_ERRORS = (errno.EIO, errno.EILSEQ, errno.ENODATA)
 _BACKLOG = 65536  # records that wait for a journal that cannot be written; beyond it stores fail at once
 _UNREAD = Result(Outcome.IO_ERROR, errno.EIO, "the batch could not be read")
-_BAD_READS = 2  # media errors of one object in a row after which it is given up
+_BAD_FOR_S = 5.0  # an object that gives media errors for so long is given up; a medium that is away comes back sooner
 
 I64 = npt.NDArray[np.int64]
 
@@ -103,7 +104,7 @@ class Store:
         self._block = room.geometry.block
         self._largest = room.geometry.largest()
         self._storing: set[Key] = set()
-        self._bad_reads: dict[int, int] = {}
+        self._bad_since: dict[int, float] = {}
 
     # Store
 
@@ -367,7 +368,7 @@ class Store:
                 if number in _MEDIA_ERRORS and self._is_bad(one.row):
                     wrong.add(one.row)
                 return
-            self._bad_reads.pop(one.row, None)
+            self._bad_since.pop(one.row, None)
             if wanted is not None:
                 wanted.drain()
             data = headers.view[i * block : (i + 1) * block]
@@ -394,12 +395,15 @@ class Store:
         return wrong
 
     def _is_bad(self, row: int) -> bool:
-        """One error may pass; an object that keeps giving them would never be stored anew."""
+        """Errors may pass, also several at once; an object that keeps giving them would never be stored anew."""
+        now = time.monotonic()
         with self.room.mutex:
-            if len(self._bad_reads) > 4096:
-                self._bad_reads.clear()
-            self._bad_reads[row] = self._bad_reads.get(row, 0) + 1
-            return self._bad_reads[row] >= _BAD_READS
+            if len(self._bad_since) > 4096:
+                self._bad_since.clear()
+            bad = now - self._bad_since.setdefault(row, now) >= _BAD_FOR_S
+            if bad:
+                del self._bad_since[row]
+            return bad
 
     def _end_reading(self, loading: list[_Loading], wrong: set[int]) -> None:
         room = self.room

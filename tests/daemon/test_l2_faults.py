@@ -193,7 +193,7 @@ def test_a_failing_medium_opens_the_breaker_and_closes_it_when_it_works(make_dae
             assert any("l2-0" in reason for reason in document["reasons"])
         eventually(lambda: row(kv)["breaker"] == "closed", 60)
         stored(kv, 16)  # what failed meanwhile is in the table, and is given to it now
-        assert kv.stats()["health"] == "ok"
+        eventually(lambda: kv.stats()["health"] == "ok")
         at_rest(kv)
 
 

@@ -5,6 +5,12 @@
     hostile          fuzzers on both sockets
     oracle           many clients over three times the arena's size
     startup          SIGKILL of a starting daemon
+    l2-killed        SIGKILL of movers and daemons; L2 has all that it acknowledged (fs and raw_block in turn)
+    l2-evicting      the same with media that are far too small
+    l2-matrix        every case of the fault matrix, with real stalls
+    l2-replay        the same prompts a hundred times; nothing is written after the first pass
+    l2-evict         both levels within their limits under three times what fits
+    l2-reboot        two gigabytes, L1 lost, everything comes back; the next medium and serde in each round
 
 Runs rounds until the time is over, each from a seed that is printed; stops at the first failure.  `make soak` runs the
 fixed long forms that are marked ``soak`` in the test modules.
@@ -23,7 +29,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.conftest import Daemon, unique_name
-from tests.faults import test_daemon_killed, test_hostile, test_oracle, test_startup, test_worker_killed
+from tests.faults import (
+    test_daemon_killed,
+    test_hostile,
+    test_l2_killed,
+    test_l2_matrix,
+    test_l2_soak,
+    test_oracle,
+    test_startup,
+    test_worker_killed,
+)
 
 
 def daemon_killed(daemon: Daemon, rng: random.Random) -> object:
@@ -54,12 +69,54 @@ def startup(daemon: Daemon, rng: random.Random) -> object:
     return {"killed": 30}
 
 
+def l2_killed(daemon: Daemon, rng: random.Random) -> object:
+    return test_l2_killed.kill_under_load(daemon, _medium(daemon), rng.choice(["fs", "raw_block"]), rng, 20)
+
+
+def l2_evicting(daemon: Daemon, rng: random.Random) -> object:
+    return test_l2_killed.kill_while_evicting(daemon, _medium(daemon), rng, 20)
+
+
+def l2_matrix(daemon: Daemon, rng: random.Random) -> object:
+    """A case that needs a file system of its own is left to the test."""
+    case = rng.choice([case for case in test_l2_matrix.CASES if not case.disk])
+    test_l2_matrix.endure(daemon, _medium(daemon), case, patient=True)
+    return case.name
+
+
+def l2_replay(daemon: Daemon, rng: random.Random) -> object:
+    return test_l2_soak.replay(daemon, _medium(daemon), rng, 100)
+
+
+def l2_evict(daemon: Daemon, rng: random.Random) -> object:
+    return test_l2_soak.evict_for(daemon, _medium(daemon), rng, 300, 8 << 20)
+
+
+def l2_reboot(daemon: Daemon, rng: random.Random) -> object:
+    medium, serde = rng.choice(["fs", "raw", "both"]), rng.choice(test_l2_soak.SERDES)
+    done = test_l2_soak.reboots(daemon, _medium(daemon), medium, serde, 1920)
+    return {"medium": medium, "serde": serde, **done}
+
+
+def _medium(daemon: Daemon) -> Path:
+    """A folder beside the run directory, which is removed with it after the round."""
+    path = daemon.run_dir.parent / "media"
+    path.mkdir()
+    return path
+
+
 ROUNDS: dict[str, tuple[Callable[[Daemon, random.Random], object], float]] = {
     "daemon-killed": (daemon_killed, 128),
     "worker-killed": (worker_killed, 192),
     "hostile": (hostile, 64),
     "oracle": (oracle, test_oracle.ARENA_MIB),
     "startup": (startup, 256),
+    "l2-killed": (l2_killed, 16),
+    "l2-evicting": (l2_evicting, 16),
+    "l2-matrix": (l2_matrix, 64),
+    "l2-replay": (l2_replay, 64),
+    "l2-evict": (l2_evict, 16),
+    "l2-reboot": (l2_reboot, 384),
 }
 
 
