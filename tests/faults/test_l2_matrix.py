@@ -194,10 +194,10 @@ CASES = [
     Case("fs: disk fills", fs, "evicted_for_full_disk", "", ANY, fill=fill_disk_almost, mend=free_disk, disk=True),
     Case("raw_block: no room for it", raw, "", "cannot get its", before=fill_disk, mend=free_disk, disk=True,
          serves=False),
-    Case("store stalls for long", failing("store", "stall", 9, seconds=40), "jobs_late", "no answer in time",
+    Case("store stalls for long", failing("store", "stall", 1, seconds=40), "jobs_late", "no answer in time",
          ANY, when="store", long=True),
-    Case("load stalls for long", failing("load", "stall", 4, seconds=30), "jobs_late", "no answer in time", long=True),
-    Case("lookup stalls for long", failing("lookup", "stall", 3, seconds=30), "jobs_late", "no answer in time",
+    Case("load stalls for long", failing("load", "stall", 1, seconds=30), "jobs_late", "no answer in time", long=True),
+    Case("lookup stalls for long", failing("lookup", "stall", 1, seconds=30), "jobs_late", "no answer in time",
          ANY, long=True),
 ]  # fmt: skip
 
