@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TextIO
 
 from kvkeep.daemon import cli_show as show
+from kvkeep.shm.namespaces import tenant_of
 
 PAGE = 1000
 _BAR = 30
@@ -110,7 +111,7 @@ def add_parser(sub: argparse.ArgumentParser, where: argparse.ArgumentParser) -> 
     actions = sub.add_subparsers(dest="l2", required=True, metavar="ls|stat|verify|compact")
     texts = {
         "ls": "the objects: namespace, chunk, shard, bytes at rest, serdes",
-        "stat": "usage, counters, and bytes by namespace",
+        "stat": "usage, counters, and bytes by namespace and by tenant",
         "verify": "read and check every object; what is corrupt is removed, and is exit status 1",
         "compact": "give back what the medium can",
     }
@@ -152,8 +153,8 @@ def _ls(source: Source, rows: list[dict[str, Any]], args: argparse.Namespace, as
         found.append({"name": row["name"], "label": row["label"], "objects": objects, "more": more})
     for one in (one for part in found for one in part["objects"]):
         one["serdes"] = [_serde(number) for number in one["serdes"]]
-    spaces = {one["namespace"] for part in found for one in part["objects"]}
-    manifests = {one["digest"]: one["manifest"] for one in known if one["digest"] in spaces}
+    spaces = {one["namespace"]: part["name"] for part in found for one in part["objects"]}
+    manifests = _manifests(source, known, spaces)
     if as_json:
         print(json.dumps({"adapters": found, "manifests": manifests}))
         return 0
@@ -174,22 +175,25 @@ def _ls(source: Source, rows: list[dict[str, Any]], args: argparse.Namespace, as
 
 
 def _stat(source: Source, rows: list[dict[str, Any]], args: argparse.Namespace, as_json: bool) -> int:
-    known = {one["digest"]: one["manifest"] for one in source.namespaces()}
+    known = source.namespaces()
     found = []
     for row in rows:
         objects: Counter[str] = Counter()
         nbytes: Counter[str] = Counter()
         unreadable = 0
+        tenants: dict[str, Any] = {}
         for step in _steps(source, row, "tally", b"", label="counting"):
-            unreadable += step["unreadable"]
+            unreadable, tenants = unreadable + step["unreadable"], step["tenants"] or tenants
             for digest, counted in step["namespaces"].items():
                 objects[digest] += counted["objects"]
                 nbytes[digest] += counted["bytes"]
+        manifests = _manifests(source, known, dict.fromkeys(objects, row["name"]))
         spaces = [
-            {"digest": digest, "objects": count, "bytes": nbytes[digest], "manifest": known.get(digest)}
+            {"digest": digest, "objects": count, "bytes": nbytes[digest], "manifest": manifests.get(digest)}
             for digest, count in objects.most_common()
         ]
-        found.append({**row, "namespaces": spaces, "unreadable": unreadable})
+        tenants = tenants or _by_tenant(spaces)
+        found.append({**row, "namespaces": spaces, "tenants": tenants, "unreadable": unreadable})
     if as_json:
         print(json.dumps({"adapters": found}))
         return 0
@@ -206,6 +210,9 @@ def _stat(source: Source, rows: list[dict[str, Any]], args: argparse.Namespace, 
         for space in row["namespaces"]:
             held = f"{space['objects']} objects, {show.size(space['bytes'])}"
             print(f"  namespace {space['digest'][:12]}  {held}  {_readable(space['manifest'])}")
+        for name, use in sorted(row["tenants"].items()):
+            quota = "" if use["quota"] is None else f" of a quota of {show.size(use['quota'])}"
+            print(f"  tenant {show.plain(name) or '(none)'}  {show.size(use['bytes'])}{quota}")
         counters = {**row.get("failures", {}), **row.get("adapter", {})}
         for line in show.table(("counter", "value"), sorted(counters.items())):
             print(line)
@@ -311,6 +318,25 @@ def _digest(source: Source, rows: list[dict[str, Any]], known: list[dict[str, An
         return bytes.fromhex(found[0])
     what = f"several namespaces begin with {word!r}" if found else f"there is no namespace {word!r}"
     raise Problem(f"{what}: `kvkeep l2 stat` lists those in L2", usage=True)
+
+
+def _manifests(source: Source, known: list[dict[str, Any]], spaces: dict[str, str]) -> dict[str, Any]:
+    """By digest; what the daemon does not know, the medium may.  ``spaces``: digests, each with an adapter to ask."""
+    found = {one["digest"]: one["manifest"] for one in known if one["digest"] in spaces}
+    for digest, adapter in spaces.items():
+        if digest not in found:
+            step = source.step(adapter, "manifest", bytes.fromhex(digest), "", 0)
+            if step.get("manifest") is not None:
+                found[digest] = step["manifest"]
+    return found
+
+
+def _by_tenant(spaces: list[dict[str, Any]]) -> dict[str, Any]:
+    """Bytes of payload at rest, where the adapter does not count them by tenant itself."""
+    nbytes: Counter[str] = Counter()
+    for space in spaces:
+        nbytes[tenant_of(json.dumps(space["manifest"]).encode())] += space["bytes"]
+    return {name: {"bytes": size, "quota": None} for name, size in nbytes.items()}
 
 
 def _begins(digest: str, word: str) -> bool:

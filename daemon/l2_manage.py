@@ -12,7 +12,8 @@ from typing import Any
 from kvkeep.daemon.movers import Mover
 from kvkeep.l2.maintenance import Step, What
 
-READING = (What.LIST, What.TALLY)  # for everybody who may attach; the others change something or cost a lot
+# For everybody who may attach; the others change something or cost a lot.
+READING = (What.LIST, What.TALLY, What.MANIFEST)
 ASKED = (*READING, What.VERIFY, What.COMPACT)
 
 
@@ -60,7 +61,21 @@ def document(step: Step) -> dict[str, Any]:
         "namespaces": {space.hex(): {"objects": n, "bytes": size} for space, (n, size) in step.spaces.items()},
         "details": step.details,
         "did": step.did,
+        "manifest": _manifest(step.manifest),
+        "tenants": {
+            name: {"bytes": nbytes, "quota": quota if quota >= 0 else None}
+            for name, (nbytes, quota) in step.tenants.items()
+        },
     }
+
+
+def _manifest(text: bytes) -> Any:
+    """None = it is not known.  What lies on a medium may be anything."""
+    try:
+        found = json.loads(text) if text else None
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def encode(found: dict[str, Any]) -> bytes:

@@ -104,7 +104,7 @@ class Mover:
         self._steps: dict[int, Step] = {}  # by Manage job, between its answer and its end
         self.on_serving: Callable[[Mover], None] = lambda mover: None  # from now on it may be given jobs (again)
         self.manifest_of: Callable[[bytes], bytes] = lambda namespace: b""  # b"" = not known
-        self._described: set[bytes] | None = set() if config.get("serde") else None  # to this process; None = never
+        self._described: set[bytes] = set()  # to this process
         self.watch: Callable[[int, Callable[[], object]], None] = lambda fd, callback: None
         self.unwatch: Callable[[int], None] = lambda fd: None
         self._since = time.monotonic()  # in this phase
@@ -182,8 +182,7 @@ class Mover:
         theirs.close()
         self.watch(self._ours.fileno(), self.receive)
         self._outbox.clear()
-        if self._described:
-            self._described.clear()
+        self._described.clear()
         if self._open:
             log.warning("%s died with %d jobs", self.name, len(self._open))
         for open_job in list(self._open.values()):
@@ -225,8 +224,8 @@ class Mover:
         self._flush()
 
     def _describe(self, namespace: bytes) -> None:
-        """A serde has to know what the bytes are; one that is not told passes over what it does not understand."""
-        if self._described is None or namespace in self._described:
+        """A serde has to know what the bytes are, the medium whose they are.  Who is not told, does without."""
+        if namespace in self._described:
             return
         if len(self._described) >= MAX_DESCRIBED:
             self._described.clear()

@@ -21,7 +21,20 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from kvkeep.l2.adapter import OK, Adapter, AdapterError, Fetched, Item, Key, Listing, Outcome, Result, Usage, Verified
+from kvkeep.l2.adapter import (
+    OK,
+    Adapter,
+    AdapterError,
+    Fetched,
+    Item,
+    Key,
+    Listing,
+    Outcome,
+    Result,
+    TenantUse,
+    Usage,
+    Verified,
+)
 from kvkeep.l2.faults import Fault, Schedule, rules_of
 from kvkeep.l2.options import Options
 from kvkeep.l2.record import payload_checksum
@@ -148,6 +161,20 @@ class FaultInjectAdapter(Adapter):
         if self._strikes("verify"):
             return Verified(0, 0, 0, 1, ["injected failure"], b"")
         return self.inner.verify(cursor, nbytes)
+
+    # Not struck: what the objects are is no operation of its own.
+
+    def describe(self, namespace: bytes, manifest: bytes) -> Result:
+        return self.inner.describe(namespace, manifest)
+
+    def described(self, namespace: bytes) -> bytes:
+        return self.inner.described(namespace)
+
+    def undescribe(self, namespace: bytes) -> bool:
+        return self.inner.undescribe(namespace)
+
+    def tenants(self) -> dict[str, TenantUse]:
+        return self.inner.tenants()
 
     def compact(self) -> Iterator[tuple[str, int]]:
         return self.inner.compact()

@@ -83,8 +83,8 @@ class Get(Extents, frozen=True, tag="get"):
 
 
 class Describe(msgspec.Struct, frozen=True, array_like=True, tag="describe"):
-    """No job, and not answered: what a namespace is, said once to each process before the first Put of it, if its
-    adapter has a serde (which needs to know what the bytes are)."""
+    """No job, and not answered: what a namespace is, said once to each process before the first Put of it.  Serdes
+    need to know what the bytes are, and the medium whose they are (catalogue.py)."""
 
     namespace: bytes
     manifest: bytes

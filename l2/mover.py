@@ -11,6 +11,7 @@ order of `_RANK` and call the adapter; each job gets exactly one `Answer`. See j
 * A worker that the medium never lets go of (STALL_S past its deadline) stops the heart beat, so that control kills
   this process: the only way to get the extents of such a job back.
 * EOF on the channel is the end of control, and of this process.
+* What the namespaces are (`Describe`) is remembered, for the serdes, and told the adapter before each store of theirs.
 * With a serde (serde_codec.py) payloads are encoded and decoded by the worker that has the job, within its deadline.
   Memory for it, per worker: one slice or one batch of objects at rest, SLICE_BYTES or one chunk if that is larger, and
   three copies of the object at hand.
@@ -26,7 +27,7 @@ import signal
 import socket
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -49,6 +50,7 @@ BEAT_S = 1.0
 FINISH_S = 1.5  # for running jobs, when told to stop
 _RANK: dict[type[j.Job], int] = {j.Find: 0, j.Measure: 0, j.Probe: 0, j.Get: 1, j.Put: 2, j.Drop: 3, j.Manage: 4}
 EXIT_OUT_OF_CONTROL = 70
+MAX_MANIFESTS = 2 * 4096  # of up to 16 KiB; control tells each again after 4096 others
 MAX_COUNTERS = 256  # of an adapter's own that are shown
 _FAULTS = (Outcome.IO_ERROR, Outcome.UNAVAILABLE)
 _PROBE_BYTES = 4096
@@ -86,6 +88,7 @@ class Mover:
         self._most_stores = 1
         self._stopping = False
         self._maintenance = Maintenance(adapter)
+        self._manifests: OrderedDict[bytes, bytes] = OrderedDict()  # by namespace
 
     # ---- the main thread ---------------------------------------------------------------------------------------------
 
@@ -119,11 +122,18 @@ class Mover:
                 return
             job = j.decode_job(packet)
             if isinstance(job, j.Describe):
-                self._codec.learn(job.namespace, job.manifest)
+                self._learn(job)
                 continue
             with self._changed:
                 self._waiting[_RANK[type(job)]].append(job)
                 self._changed.notify()
+
+    def _learn(self, job: j.Describe) -> None:
+        self._codec.learn(job.namespace, job.manifest)
+        with self._lock:
+            self._manifests[job.namespace] = job.manifest
+            while len(self._manifests) > MAX_MANIFESTS:
+                self._manifests.popitem(last=False)
 
     def _stalled(self, now: float) -> bool:
         with self._lock:
@@ -278,6 +288,7 @@ class Mover:
         items = [Item(*one) for one in zip(_keys(job), self._views(job), sums, strict=True)]
         per_slice = max(1, SLICE_BYTES // (job.shard_bytes * job.shards)) * job.shards
         cuts = [*range(0, len(items), per_slice), len(items)]
+        self._describe(job.namespace)
         results: list[Result | None] = []
         for start, end in pairwise(cuts):
             if start:
@@ -286,6 +297,19 @@ class Mover:
                 break
             results += self._encoded_store(items[start:end], job.deadline)
         self._answer_results(job, results)
+
+    def _describe(self, namespace: bytes) -> None:
+        """Objects that are not described are stored all the same."""
+        manifest = self._manifests.get(namespace, b"")
+        if not manifest:
+            return
+        try:
+            result = self._adapter.describe(namespace, manifest)
+        except Exception:
+            log.exception("%s: describing a namespace", self.name)
+            return
+        if result.outcome != Outcome.OK:
+            log.debug("%s: the manifest of %s is not kept: %s", self.name, namespace.hex()[:12], result)
 
     def _encoded_store(self, items: list[Item], deadline: float) -> Sequence[Result | None]:
         """None = there was no time left for this one."""

@@ -177,14 +177,16 @@ class Objects:
         return [name[:32] for name in self._names]
 
     def spaces(self, rows: I64) -> I64:
-        return (self.records[rows, 4] & _LOW).astype(np.int64)
+        spaces: I64 = (self.records[rows, 4] & _LOW).astype(np.int64)
+        return spaces
 
     def kept(self, rows: I64) -> npt.NDArray[np.bool_]:
         """Which are of the catalogue: they have a stamp, so that they are visible, but are in no order."""
         space = self._ids.get(_CATALOGUE)
         if space is None:
             return np.zeros(len(rows), dtype=bool)
-        return self.spaces(rows) == space
+        mask: npt.NDArray[np.bool_] = self.spaces(rows) == space
+        return mask
 
     # Rows
 

@@ -16,6 +16,8 @@ from kvkeep.ipc.client import Client
 from tests.conftest import Daemon
 from tests.daemon.l2_helpers import SIZE, Make, adapter, at_rest, attach, chain, fs, raw, read, register, store, stored
 
+MANIFESTS = 2  # one object of the catalogue per namespace
+
 
 def kvkeep(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "kvkeep.daemon.cli", *words]
@@ -55,7 +57,7 @@ def test_ls_and_stat_show_what_is_where(make_daemon: Make, tmp_path: Path) -> No
         assert "model=other" in text
         assert keys[0].hex()[:16] in text
         for row in ask(daemon, "l2", "stat")["adapters"]:
-            assert row["objects"] == 30
+            assert row["objects"] == 30 + MANIFESTS * (row["type"] != "mock")
             assert {space["objects"]: space["bytes"] for space in row["namespaces"]} == {20: 20 * SIZE, 10: 10 * SIZE}
             assert row["breaker"] == "closed"
         assert "10 objects" in kvkeep("--run-dir", str(daemon.run_dir), "l2", "stat", "disk").stdout
@@ -70,8 +72,10 @@ def test_verify_finds_and_removes_what_is_corrupt(make_daemon: Make, tmp_path: P
     kv, keys = filled(daemon, 2)
     with kv:
         for part in ask(daemon, "l2", "verify")["adapters"]:
-            assert (part["objects"], part["bytes"], part["corrupt"], part["unreadable"]) == (30, 30 * SIZE, 0, 0)
-        objects = sorted(path for path in (tmp_path / "fs" / "objects").rglob("*") if path.is_file())
+            assert (part["objects"], part["corrupt"], part["unreadable"]) == (30 + MANIFESTS, 0, 0)
+            assert 30 * SIZE < part["bytes"] < 30 * SIZE + 1000
+        files = (path for path in (tmp_path / "fs" / "objects").rglob("*") if path.is_file())
+        objects = sorted(path for path in files if path.stat().st_size > SIZE)
         for path, at in ((objects[0], 4096 + 5), (objects[1], 40)):  # of the payload, of the header
             damage(path, at)
         content = (tmp_path / "raw").read_bytes()
@@ -148,7 +152,7 @@ def test_without_a_daemon_the_medium_is_opened_here(make_daemon: Make, tmp_path:
     (part,) = json.loads(done.stdout)["adapters"]
     assert {key.hex() for key in keys} < {one["chunk"] for one in part["objects"]}
     assert kvkeep("l2", "--adapter", config, "verify").returncode == 0
-    assert json.loads(kvkeep("l2", "--adapter", config, "stat", "--json").stdout)["adapters"][0]["objects"] == 30
+    assert json.loads(kvkeep("l2", "--adapter", config, "stat", "--json").stdout)["adapters"][0]["objects"] == 32
     typo = kvkeep("l2", "--adapter", config.replace(str(tmp_path), str(tmp_path / "typo")), "ls")
     assert typo.returncode == 2
     assert "is not there" in typo.stderr
@@ -172,7 +176,9 @@ def test_management_through_the_daemon_has_its_limits(make_daemon: Make, tmp_pat
     from kvkeep.ipc.errors import ProtocolError
 
     with attach(make_daemon(fs(tmp_path))) as kv:
-        with pytest.raises(ProtocolError, match="no management of L2; there are list, tally, verify, compact"):
+        with pytest.raises(
+            ProtocolError, match="no management of L2; there are list, tally, manifest, verify, compact"
+        ):
             kv.l2("l2-0", "wipe")
         with pytest.raises(ProtocolError, match=r"no L2 adapter 'l2-7'; there are l2-0 \(fs\)"):
             kv.l2("l2-7", "list")
