@@ -133,12 +133,17 @@ def evict_for(daemon: Daemon, path: Path, rng: random.Random, seconds: float, gr
         eventually(lambda: quiet(client), 120)
         at_rest(client)
         rows = client.stats()["l2"]
-        assert all(row["failures"].keys() <= {"expired", "busy", "miss"} for row in rows), [row["failures"] for row in rows]
+        assert all(row["failures"].keys() <= {"expired", "busy", "miss"} for row in rows), [
+            row["failures"] for row in rows
+        ]
         last = memory_of(daemon)
     highest = watch.end()
     daemon.kill()
     truth = fs_truth(path / "fs")
-    assert (rows[0]["objects"], rows[0]["bytes_used"]) <= (len(truth.objects), fs_mib * MIB)
+    daemon.start()
+    with attach(daemon) as client:
+        row = client.stats()["l2"][0]
+        assert (row["objects"], row["bytes_used"]) == (len(truth.objects), truth.nbytes)
     assert last - at_first < growth, f"control grew from {at_first} to {last} bytes"
     return {
         "seconds": round(seconds), "chunks": asked, "hits": hits, "samples": watch.samples, "highest": highest,
