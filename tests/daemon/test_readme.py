@@ -26,7 +26,7 @@ def test_the_python_example_runs_against_a_daemon(make_daemon: Callable[..., Dae
 def test_every_flag_and_file_that_the_documents_name_exists():
     flags = {option.flag for option in OPTIONS} | {"--config", "--print-config", "--help", "--json", "--diff", "--yes"}
     flags |= {"--l1-only", "--adapter", "--namespace"}  # of kvkeep
-    benchmarks = {"--quick", "--only", "--seed", "--data", "--dtype"}
+    benchmarks = {"--quick", "--only", "--seed", "--data", "--dtype", "--dir", "--peer", "--runs"}
     foreign = {"--kv-transfer-config", "--shm-size", "--now", "--create"}
     for document in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         if document.name == "vllm.md":

@@ -110,15 +110,23 @@ def _slots(fd: int, geometry: Geometry, slab: int) -> Iterator[tuple[int, Head]]
 
 
 def fs_bytes(root: Path) -> int:
-    """Blocks of everything in the directory, now; files may come and go meanwhile."""
-    total = 0
+    """Blocks of everything that was in the directory at one moment, though files come and go: what two walks both met
+    was there between them.  (One walk may count a file that went, and then the one that took its room.)"""
+    before, after = _walk(root), _walk(root)
+    return sum(nbytes for file, nbytes in before.items() if file in after)
+
+
+def _walk(root: Path) -> dict[tuple[str, int], int]:
+    found = {}
     for folder, _, names in os.walk(root):
         for name in names:
+            path = os.path.join(folder, name)
             try:
-                total += os.lstat(os.path.join(folder, name)).st_blocks * 512
+                about = os.lstat(path)
             except FileNotFoundError:
                 continue
-    return total
+            found[path, about.st_ino] = about.st_blocks * 512
+    return found
 
 
 class Watch:
