@@ -18,6 +18,7 @@ import ctypes
 import errno
 import mmap
 import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
@@ -27,6 +28,7 @@ import numpy as np
 CUT = 1 << 20  # bytes of one request; a multiple of every block size
 MAX_PIECES = 8
 MAX_THREADS = 64
+_FAILURES_KEPT = 1024  # of flushes: more than threads can still be about to ask for
 
 Piece = tuple[int, int]  # address, length
 
@@ -173,6 +175,41 @@ def sync_now(fd: int) -> int:
     return 0
 
 
+class Flusher:
+    """fdatasync for many threads: who asks while one is running shares the next one, which covers them all.
+
+    A device flushes its whole cache each time, so three threads that store would else wait for each other's flushes."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._changed = threading.Condition()
+        self._started = 0
+        self._ended = 0
+        self._failed: dict[int, int] = {}  # number of a flush -> errno; the kernel tells an error only once
+
+    def flush(self) -> int:
+        """Everything written before this call is on the medium.  0 or errno."""
+        with self._changed:
+            mine = self._started + 1  # one that is running may have begun before our last write
+            while self._started > self._ended and self._ended < mine:
+                self._changed.wait()
+            if self._ended >= mine:
+                return self._failed.get(mine, 0)
+            self._started = mine
+        number = errno.EIO
+        try:
+            number = sync_now(self._fd)
+        finally:
+            with self._changed:
+                self._ended = mine
+                if number:
+                    self._failed[mine] = number
+                    while len(self._failed) > _FAILURES_KEPT:
+                        del self._failed[next(iter(self._failed))]
+                self._changed.notify_all()
+        return number
+
+
 class Threads(Engine):
     """preadv and pwritev, ``queue_depth`` threads for all callers together."""
 
@@ -180,6 +217,7 @@ class Threads(Engine):
 
     def __init__(self, fd: int, queue_depth: int) -> None:
         self._fd = fd
+        self._flusher = Flusher(fd)
         self._pool = ThreadPoolExecutor(min(queue_depth, MAX_THREADS), thread_name_prefix="raw-io")
 
     def run(self, write: bool, transfers: Sequence[Transfer], finished: Finished | None = None) -> list[int]:
@@ -203,7 +241,7 @@ class Threads(Engine):
             finished(owner, progress.results[owner])
 
     def sync(self) -> int:
-        return sync_now(self._fd)
+        return self._flusher.flush()
 
     def close(self) -> None:
         self._pool.shutdown(wait=True)

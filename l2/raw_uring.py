@@ -25,6 +25,7 @@ from kvkeep.l2.raw_io import (
     MAX_PIECES,
     Engine,
     Finished,
+    Flusher,
     Memory,
     Part,
     Progress,
@@ -32,7 +33,6 @@ from kvkeep.l2.raw_io import (
     address_of,
     advance,
     cut,
-    sync_now,
 )
 
 _SETUP, _ENTER, _REGISTER = 425, 426, 427  # the same on every architecture
@@ -215,6 +215,7 @@ class Uring(Engine):
 
     def __init__(self, fd: int, queue_depth: int) -> None:
         self._fd, self._depth = fd, queue_depth
+        self._flusher = Flusher(fd)
         self._arena: tuple[int, int] | None = None
         self._arena_view: memoryview | None = None
         self._local = threading.local()
@@ -254,7 +255,7 @@ class Uring(Engine):
         return progress.results
 
     def sync(self) -> int:
-        return sync_now(self._fd)
+        return self._flusher.flush()
 
     def close(self) -> None:
         with self._lock:
