@@ -20,7 +20,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvkeep.daemon import l2, l2_manage
 from kvkeep.daemon.engine import Engine, Refusal
 from kvkeep.daemon.sessions import References, Session
 from kvkeep.ipc import messages as m
@@ -43,7 +42,9 @@ COUNTERS = (
     *("stores", "store_chunks", "stores_refused_full", "commits", "commit_bytes"),
     *("entries_evicted", "bytes_evicted", "entries_given_up", "entries_incomplete", "entries_deleted"),
     *("attaches", "detaches", "attach_refused", "requests", "malformed"),
-    *l2.COUNTERS,
+    *("l2_chunks_stored", "l2_store_failures", "l2_stores_shed", "l2_stores_too_late"),
+    *("l2_chunks_loaded", "l2_load_failures", "l2_loads_refused_full"),
+    *("l2_prefetches", "l2_prefetches_expired", "entries_passed", "l2_stores_not_wanted"),
 )
 
 
@@ -234,7 +235,11 @@ class Admin:
                 yield dropped, left
 
     def manage(self, session: Session, request: m.Manage, identity: bytes, request_id: bytes) -> m.AnyReply | None:
-        movers = self.l2.movers if self.l2 is not None else []
+        if self.l2 is None:
+            raise Refusal(ErrorCode.BAD_REQUEST, f"there is no L2 adapter {request.adapter!r}: see --l2-adapter")
+        from kvkeep.daemon import l2_manage  # a daemon without L2 starts without it
+
+        movers = self.l2.movers
         what, mover = l2_manage.what_of(request.what), l2_manage.find(movers, request.adapter)
         if what is None:
             names = ", ".join(one.value for one in l2_manage.ASKED)
@@ -242,7 +247,7 @@ class Admin:
         if what not in l2_manage.READING:
             self._only_admins(session)
         if mover is None:
-            names = ", ".join(f"{one.name} ({one.label})" for one in movers) or "none: the daemon has no --l2-adapter"
+            names = ", ".join(f"{one.name} ({one.label})" for one in movers)
             raise Refusal(ErrorCode.BAD_REQUEST, f"there is no L2 adapter {request.adapter!r}; there are {names}")
 
         def reply(found: dict[str, Any]) -> None:

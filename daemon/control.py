@@ -17,6 +17,7 @@ import secrets
 import select
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import zmq
@@ -24,7 +25,6 @@ import zmq
 from kvkeep.daemon.admin import Admin
 from kvkeep.daemon.config import Config
 from kvkeep.daemon.engine import Engine
-from kvkeep.daemon.l2 import L2
 from kvkeep.daemon.sdnotify import Notifier
 from kvkeep.daemon.sessions import Session
 from kvkeep.ipc import descriptors
@@ -40,6 +40,9 @@ from kvkeep.shm.segments import Geometry, Reserver, Segments, boot_id
 from kvkeep.shm.slabs import Slabs, default_slab_bytes
 from kvkeep.shm.stats import write_stats
 from kvkeep.shm.table import EntryTable
+
+if TYPE_CHECKING:
+    from kvkeep.daemon.l2 import L2
 
 log = logging.getLogger("kvkeep.control")
 
@@ -112,7 +115,7 @@ class Control:
         self.timers: list[Callable[[float], float | None]] = []  # called each round; return the next deadline
         self.steps: list[Callable[[float], bool]] = []  # called at the end of each round; True = there is more to do
         self.stop_requests = 0
-        self.l2 = L2(self, config.adapters) if config.l2_adapter else None
+        self.l2 = _l2(self, config)
         self.admin.l2, self.admin.send = self.l2, self._send
 
     # ---- the loop ----------------------------------------------------------------------------------------------------
@@ -377,6 +380,15 @@ class Control:
             self.reserver.stop()
         self.publish()
         self.segments.close()
+
+
+def _l2(control: Control, config: Config) -> L2 | None:
+    """Imported only where it is configured: that is a third of what a start has to import."""
+    if not config.l2_adapter:
+        return None
+    from kvkeep.daemon.l2 import L2
+
+    return L2(control, config.adapters)
 
 
 def _gid(config: Config) -> int | None:

@@ -32,12 +32,6 @@ MOVER_STOP_S = 3.0
 
 log = logging.getLogger("kvkeep.l2")
 
-COUNTERS = (
-    *("l2_chunks_stored", "l2_store_failures", "l2_stores_shed", "l2_stores_too_late"),
-    *("l2_chunks_loaded", "l2_load_failures", "l2_loads_refused_full"),
-    *("l2_prefetches", "l2_prefetches_expired", "entries_passed", "l2_stores_not_wanted"),
-)
-
 
 class L2:
     def __init__(self, control: Control, adapters: Sequence[dict[str, Any]]) -> None:

@@ -9,20 +9,22 @@ Only the operator's configuration names a policy.  A module is imported when its
 
 from __future__ import annotations
 
-import difflib
-import importlib
-import importlib.metadata
 from collections.abc import Iterable
 
 
 def names(group: str, built_in: Iterable[str]) -> list[str]:
     """What there is, installed packages included."""
+    import importlib.metadata  # slow to import, and built-in policies need none of it
+
     installed = {entry.name for entry in importlib.metadata.entry_points(group=group)}
     return [*built_in, *sorted(installed.difference(built_in))]
 
 
 def load(group: str, name: str, built_in: Iterable[str]) -> object:
     """A policy that is not built in.  ValueError with the rest of a sentence: what is wrong, and what there is."""
+    import difflib
+    import importlib.metadata
+
     module, colon, attribute = name.partition(":")
     try:
         if colon:
