@@ -22,12 +22,15 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from kvkeep.daemon.bans import EVERYTHING
 from kvkeep.daemon.ledger import Entry, Ledger
 from kvkeep.daemon.movers import Mover
 from kvkeep.l2 import jobs as j
 from kvkeep.l2.jobs import Code
 from kvkeep.l2.maintenance import Step, What
+from kvkeep.shm import trace
 
 PUTS_S = 5.0  # L1 waits so long for Puts that hold what is to go
 ANSWER_S = 20.0
@@ -136,7 +139,12 @@ class Forget:
         removal.l1, removal.answer = l1, answer
         self._doom(namespace, removal.keys)
         self._save(removal)
-        log.debug("forget %s: %s", namespace.hex()[:12] or "everything", _chunks(removal.keys))
+        if trace.on(log):
+            what = f"forget {namespace.hex()[:12] or 'everything'}"
+            keys = np.frombuffer(b"".join(removal.keys or ()), dtype=np.uint64).reshape(-1, 4)
+            trace.chunks(log, what, keys)
+            if removal.keys is None:
+                log.debug("%s: all", what)
         return removal
 
     def step(self, now: float) -> bool:
@@ -311,10 +319,6 @@ class Forget:
         number = self._ledger.save(adapters)
         if removal is not None:
             removal.saved_as = number
-
-
-def _chunks(keys: Set[bytes] | None) -> str:
-    return "all" if keys is None else ", ".join(key.hex()[:12] for key in list(keys)[:8])
 
 
 __all__ = ["ANSWER_S", "EVERYTHING", "Forget", "Removal"]
