@@ -215,6 +215,8 @@ class FsAdapter(Adapter):
 
     def store(self, items: Sequence[Item]) -> builtins.list[Result]:
         times = self._index.times(len(items))
+        # What is there is used first, or it might be what goes to make room for the others, after it was found.
+        self._index.touch([self._place(item.key)[1] for item in items], times, read=False)
         results = self._each(lambda at: self._store(items[at], times[at]), len(items), _CLOSED)
         self._used([item[0] for item in items], times, results, read=False)
         self._room.stored()

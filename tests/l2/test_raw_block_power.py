@@ -128,7 +128,7 @@ def test_a_power_cut_leaves_each_object_valid_or_absent(folder: Path, durability
     image, events, acknowledged = lived(folder, durability, steps=30)
     chance = random.Random(11)
     path = folder / "kv.raw"
-    for _ in range(25):
+    for _ in range(40):
         at = chance.randrange(1, len(events))
         path.write_bytes(cut(image, events, at, chance))
         adapter = adapter_on(path, durability)
