@@ -699,3 +699,15 @@ def test_a_key_is_not_guessed_from_its_neighbours(make: Callable[..., FsAdapter]
     adapter = make()
     names = {adapter._place(Key(bytes(32), n.to_bytes(32, "big"), shard, 2))[1] for n in range(50) for shard in (0, 1)}
     assert len(names) == 100
+
+
+def test_what_a_batch_found_there_does_not_go_for_the_rest_of_it(make: Callable[..., FsAdapter]) -> None:
+    adapter = make(io_threads=1, capacity_gb=4 / 1024, eviction={"trigger_watermark": 1.0})
+    for number in range(20):  # more than there is room for
+        assert put(adapter, key(number)) == [OK]
+    there = [number for number in range(20) if adapter.lookup([key(number)])[0]]
+    assert 4 < len(there) < 20
+    oldest = key(there[0])
+    assert put(adapter, oldest, *[key(number) for number in range(100, 104)]) == [OK] * 5
+    assert get(adapter, oldest) == [OK]
+    assert adapter.lookup([key(there[1])]) == [False]
