@@ -358,7 +358,7 @@ class Admin:
                 "entries": arena.table.used_count,
                 "entries_capacity": arena.table.capacity,
                 "references": held,
-                "lookups_waiting": engine.waiting,
+                "lookups_waiting": engine.waiting.count,
                 **(self.l2.prefetch.numbers() if self.l2 is not None else {}),
             },
             "clients": [

@@ -157,7 +157,7 @@ class Control:
         publish = self._published + (PUBLISH_S if self._dirty else IDLE_PUBLISH_S)
         candidates = [
             publish,
-            self.engine.next_deadline(),
+            self.engine.waiting.next_deadline(),
             self.admin.next_deadline(),
             self.listener.next_deadline(),
             self.rpc.next_deadline(),
@@ -170,13 +170,13 @@ class Control:
         return min(c for c in candidates if c is not None)
 
     def _expire(self, now: float) -> None:
-        self.engine.expire(now)
+        self.engine.waiting.expire(now)
         self.admin.expire(now)
         self.listener.expire(now)
         self.rpc.expire(now)
         self.arena.resting.end_quarantine(self.arena.now)
         self.arena.end_incomplete()
-        self.engine.wake()
+        self.engine.waiting.wake()
         if self.leases.ghosts and now >= self._next_ghosts:
             self._next_ghosts = now + GHOST_POLL_S
             if not self.leases.bury_dead_ghosts():

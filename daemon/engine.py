@@ -4,36 +4,30 @@ One method per operation: check the request's fields, act on the arena, keep the
 `handle` guards them all: whatever goes wrong inside one becomes an `Error` reply to its sender.  Management operations
 are in admin.py.
 
-A LOOKUP that may wait (``wait_ms``) for a chunk that somebody is writing is answered ``pending`` and parked here under
-that entry; the entry's seal or end, or the deadline, completes it with one `LookupDone` and a write to the client's
-eventfd.  One that misses chunks is given to the prefetch controller, if there is L2, which lets it look again.
+A LOOKUP that may wait (``wait_ms``) for what it misses is answered ``pending`` and completed later by waiting.py.
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import logging
 import secrets
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvkeep.daemon.sessions import LookupHandle, References, Session, StoreHandle
+from kvkeep.daemon.sessions import LookupHandle, References, Session, StoreHandle, distinct
+from kvkeep.daemon.waiting import Send, Waiting, WaitingLookups
 from kvkeep.ipc import messages as m
 from kvkeep.ipc.messages import ErrorCode
 from kvkeep.shm.arena import Arena
 from kvkeep.shm.layout import MAX_NAMESPACES, MAX_SHARDS
 from kvkeep.shm.namespaces import Namespace, namespace_digest
-
-if TYPE_CHECKING:
-    from kvkeep.daemon.prefetch_controller import PrefetchController
 
 log = logging.getLogger("kvkeep.engine")
 
@@ -42,16 +36,8 @@ MAX_HANDLES = 65536  # per client
 MAX_WAIT_MS = 60_000
 MAX_NAMESPACES_OF_ONE = MAX_NAMESPACES // 4  # the newest that one client registered; it cannot use up the table
 RECYCLE_LIMIT = 16384  # entries that one REGISTER may drop to get an id
-_EMPTY = np.empty(0, dtype=np.int64)
-_NO_KEYS = np.empty((0, 4), dtype=np.uint64)
 
 U64 = npt.NDArray[np.uint64]
-Send = Callable[[bytes, bytes, m.AnyReply], None]
-
-
-def _distinct(values: npt.NDArray[Any]) -> bool:
-    ordered = np.sort(values)  # several times faster than np.unique
-    return not (ordered[1:] == ordered[:-1]).any()
 
 
 class Refusal(Exception):
@@ -62,19 +48,6 @@ class Refusal(Exception):
         self.code = code
 
 
-@dataclass(eq=False)
-class Waiting:
-    """A parked LOOKUP."""
-
-    handle: LookupHandle
-    identity: bytes
-    request_id: bytes
-    keys: U64
-    deadline: float
-    on: int  # the RESERVED entry it waits for; -1 = none, or finished
-    missed: set[bytes] = field(default_factory=set)  # chunks that L2 was asked for on its behalf, or could not give
-
-
 class Engine:
     def __init__(self, arena: Arena, *, epoch: int, send: Send, notify: Callable[[Session], None]) -> None:
         self.arena = arena
@@ -83,13 +56,9 @@ class Engine:
         self.lookups: dict[int, LookupHandle] = {}
         self.stores: dict[int, StoreHandle] = {}
         self.counters = arena.counters
-        self.prefetch: PrefetchController | None = None
         self.broken = ""  # an invariant that did not hold: health is degraded from then on
-        self._send, self._notify = send, notify
+        self.waiting = WaitingLookups(arena, epoch=epoch, send=send, notify=notify, drop=self._drop_lookup)
         self._ids = itertools.count(secrets.randbits(48) << 8)
-        self._waiting: dict[int, dict[Waiting, None]] = {}  # by the entry that they wait for
-        self._deadlines: list[tuple[float, int, Waiting]] = []
-        self._deadlines_limit = 1024
         self.operations: dict[type[Any], Callable[..., m.AnyReply | None]] = {
             m.Ping: self.ping,
             m.Register: self.register,
@@ -124,7 +93,7 @@ class Engine:
             log.exception("internal error in %s", type(request).__name__)
             self.broken = f"internal error in {type(request).__name__}: {e}"
             return m.Error(ErrorCode.INTERNAL.value, self.broken[:300], self.epoch)
-        self.wake()
+        self.waiting.wake()
         return reply
 
     def _keys(self, hashes: bytes) -> U64:
@@ -234,12 +203,11 @@ class Engine:
         self.counters["lookup_chunks"] += len(keys)
         self.counters["lookup_chunks_hit"] += ready
         waits = request.wait_ms > 0 and request.readers > 0 and ready < len(keys)
-        if waits and prefix.blocked_by < 0:
-            waits = self.prefetch is not None and self.prefetch.available and _distinct(keys[:, 0])
+        waits = waits and self.waiting.may_help(prefix, keys)
         if not (ready or waits) or not request.readers:
             return m.LookupReply(self.epoch, 0, ready)
         self._charge(session, 2 * len(keys) if waits else ready)
-        if not _distinct(prefix.entries):
+        if not distinct(prefix.entries):
             raise Refusal(ErrorCode.BAD_REQUEST, "the same hash stands twice in one chain")
         self.arena.touch(namespace, prefix.entries)
         handle = LookupHandle(
@@ -253,13 +221,7 @@ class Engine:
         session.held_chunks += ready
         if waits:
             deadline = time.monotonic() + request.wait_ms / 1000
-            waiting = handle.waiting = Waiting(handle, identity, request_id, keys, deadline, -1)
-            session.held_chunks += len(keys)
-            self._schedule(waiting)
-            if prefix.blocked_by >= 0:
-                self._park(waiting, prefix.blocked_by)
-            elif self.prefetch is not None:
-                self.prefetch.begin(waiting)
+            self.waiting.begin(Waiting(handle, identity, request_id, keys, deadline), prefix.blocked_by)
         return m.LookupReply(self.epoch, handle.id, ready, waits)
 
     def retrieve(self, session: Session, request: m.Retrieve, *_: bytes) -> m.AnyReply:
@@ -314,7 +276,7 @@ class Engine:
 
     def _drop_lookup(self, handle: LookupHandle) -> int:
         del self.lookups[handle.id]
-        self._unpark(handle)
+        self.waiting.end(handle)
         for session, shard in handle.readers_now:  # who never confirmed what the owner released
             session.reading.pop((handle.id, shard), None)
         dropped = handle.references.trim(0)
@@ -346,7 +308,7 @@ class Engine:
         if not 0 <= request.start < len(keys):
             raise Refusal(ErrorCode.BAD_REQUEST, f"start {request.start} of a chain of {len(keys)} chunks")
         self._charge(session, len(keys))
-        if not _distinct(keys[:, 0]) and len(np.unique(keys, axis=0)) != len(keys):
+        if not distinct(keys[:, 0]) and len(np.unique(keys, axis=0)) != len(keys):
             raise Refusal(ErrorCode.BAD_REQUEST, "the same hash stands twice in one chain")
         grant = self.arena.reserve(namespace, keys, request.start, shard)
         self.counters["stores"] += 1
@@ -397,90 +359,6 @@ class Engine:
         del self.stores[handle.id]
         del handle.owner.stores[handle.id]
 
-    # ---- waiting lookups ---------------------------------------------------------------------------------------------
-
-    def _schedule(self, waiting: Waiting) -> None:
-        heapq.heappush(self._deadlines, (waiting.deadline, waiting.handle.id, waiting))
-        if len(self._deadlines) > self._deadlines_limit:  # most may be over already
-            self._deadlines = [item for item in self._deadlines if item[2].handle.waiting is item[2]]
-            heapq.heapify(self._deadlines)
-            self._deadlines_limit = max(1024, 2 * len(self._deadlines))
-
-    def _unpark(self, handle: LookupHandle) -> None:
-        """The handle is over or answered: it waits for nothing any more."""
-        waiting, handle.waiting = handle.waiting, None
-        if waiting is not None:
-            self._detach(waiting)
-            if handle.owner is not None:
-                handle.owner.held_chunks -= len(waiting.keys)
-            waiting.keys = _NO_KEYS  # its deadline may lie in the heap for a while yet
-
-    def _detach(self, waiting: Waiting) -> None:
-        others = self._waiting.get(waiting.on, {})
-        if others.pop(waiting, waiting) is None and not others:
-            del self._waiting[waiting.on]
-            self.arena.watch.discard(waiting.on)
-
-    def _park(self, waiting: Waiting, entry: int) -> None:
-        waiting.on = entry
-        self._waiting.setdefault(entry, {})[waiting] = None
-        self.arena.watch.add(entry)
-
-    def wake(self) -> None:
-        """Look again for those who wait for an entry that was sealed or given up meanwhile."""
-        while self.arena.settled:
-            settled, self.arena.settled = self.arena.settled, []
-            for entry in settled:
-                self.arena.watch.discard(entry)
-                for waiting in self._waiting.pop(entry, ()):
-                    self.look_again(waiting)
-
-    def look_again(self, waiting: Waiting) -> None:
-        self._look_again(waiting, time.monotonic() >= waiting.deadline)
-
-    def _look_again(self, waiting: Waiting, final: bool) -> None:
-        """Take what is there now, and answer unless there is something to wait for."""
-        handle = waiting.handle
-        waiting.on = -1
-        if handle.waiting is not waiting or handle.owner is None:
-            return  # released, or its owner died
-        had = len(handle.references)
-        prefix = self.arena.prefix(handle.namespace, waiting.keys)
-        if len(prefix.entries) > had:
-            new = prefix.entries[had:]
-            if _distinct(prefix.entries):
-                self.arena.touch(handle.namespace, prefix.entries)
-                handle.references.extend(new)
-                handle.owner.held_chunks += len(new)
-                self.counters["lookup_chunks_hit"] += len(new)
-        if prefix.blocked_by >= 0 and not final:
-            self._park(waiting, prefix.blocked_by)
-            return
-        incomplete = not final and len(handle.references) < len(waiting.keys)
-        if incomplete and self.prefetch is not None and _distinct(waiting.keys[:, 0]) and self.prefetch.begin(waiting):
-            return
-        self._unpark(handle)
-        ready = len(handle.references)
-        owner = handle.owner
-        if not ready:
-            self._drop_lookup(handle)
-        self._send(waiting.identity, waiting.request_id, m.LookupDone(self.epoch, handle.id if ready else 0, ready))
-        self._notify(owner)
-
-    @property
-    def waiting(self) -> int:
-        return sum(map(len, self._waiting.values())) + (self.prefetch.waiting if self.prefetch is not None else 0)
-
-    def next_deadline(self) -> float | None:
-        return self._deadlines[0][0] if self._deadlines else None
-
-    def expire(self, now: float) -> None:
-        while self._deadlines and self._deadlines[0][0] <= now:
-            waiting = heapq.heappop(self._deadlines)[2]
-            if waiting.handle.waiting is waiting:
-                self._detach(waiting)
-                self._look_again(waiting, final=True)
-
     # ---- sessions ----------------------------------------------------------------------------------------------------
 
     def open_session(self, session: Session) -> None:
@@ -504,7 +382,7 @@ class Engine:
             else:
                 self._drop_lookup(handle)
         session.lookups.clear()
-        self.wake()
+        self.waiting.wake()
 
     def held(self) -> tuple[Counter[int], Counter[int]]:
         """(references, shards being written) per entry, by the handles' own account."""

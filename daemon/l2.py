@@ -71,8 +71,8 @@ class L2:
             most=config.l2_prefetch_max_in_flight,
             budget=int(arena.bytes_total * LOAD_SHARE),
             every_bit=every_bit,
-            look_again=control.engine.look_again,
-            wake=control.engine.wake,
+            look_again=control.engine.waiting.look_again,
+            wake=control.engine.waiting.wake,
             trouble=self._policy_fails("prefetch policy"),
         )
         for mover in self.movers:
@@ -85,7 +85,7 @@ class L2:
             resume=self.stores.resume,
         )
         self.every_bit = every_bit
-        control.engine.prefetch = self.prefetch
+        control.engine.waiting.prefetch = self.prefetch
         self._trust_tiers(adapters)
         self._reported: dict[str, str] = {}
 

@@ -24,22 +24,19 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from kvkeep.daemon.l2_policies import Asked, Chunks, PrefetchPolicy
 from kvkeep.daemon.movers import Mover
+from kvkeep.daemon.waiting import Waiting
 from kvkeep.l2 import jobs as j
 from kvkeep.l2.jobs import Code
 from kvkeep.shm import trace
 from kvkeep.shm.arena import ALL_SHARDS, FULL, GRANTED, ORPHAN, Arena
 from kvkeep.shm.layout import State
 from kvkeep.shm.namespaces import Namespace
-
-if TYPE_CHECKING:
-    from kvkeep.daemon.engine import Waiting
 
 I64 = npt.NDArray[np.int64]
 U32 = npt.NDArray[np.uint32]
@@ -111,7 +108,7 @@ class PrefetchController:
         wake: Callable[[], None],
         trouble: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """``look_again`` is the engine's, for one lookup; ``wake`` is for those that wait for entries; ``trouble`` gets
+        """``look_again`` is for one lookup that waits; ``wake`` is for those that wait for entries; ``trouble`` gets
         the reason if the policy fails."""
         self.arena = arena
         self._keeps = Asked("prefetch", policy, "keep", default=False, tell=trouble)
@@ -127,7 +124,7 @@ class PrefetchController:
         self._loading = 0  # bytes
         self._loaded_under = np.zeros(arena.table.capacity, dtype=np.uint32)  # generation of an entry made for a load
 
-    # ---- from the engine ---------------------------------------------------------------------------------------------
+    # ---- from lookups that wait --------------------------------------------------------------------------------------
 
     @property
     def available(self) -> bool:

@@ -26,6 +26,12 @@ I64 = npt.NDArray[np.int64]
 U32 = npt.NDArray[np.uint32]
 
 
+def distinct(values: npt.NDArray[Any]) -> bool:
+    """No value occurs twice."""
+    ordered = np.sort(values)  # several times faster than np.unique
+    return not (ordered[1:] == ordered[:-1]).any()
+
+
 class References:
     """References on distinct entries, remembered with the generations they were taken under."""
 
@@ -63,7 +69,7 @@ class LookupHandle:
     readers: list[int]  # confirmations still expected, per shard
     reading: int = 0  # shares being copied from now, by any session
     readers_now: set[tuple[Session, int]] = field(default_factory=set)  # (session, shard) of these shares
-    waiting: Any = None  # the engine's record of a lookup that is not answered yet
+    waiting: Any = None  # the record of a lookup that is not answered yet, see waiting.py
 
 
 @dataclass(eq=False)
