@@ -162,7 +162,7 @@ class Control:
             self.listener.next_deadline(),
             self.rpc.next_deadline(),
             self.arena.resting.next_end(),
-            self.arena.next_incomplete_end(),
+            self.arena.incomplete.next_end(),
             self._next_ghosts if self.leases.ghosts else None,
             self._next_damage,
         ]
@@ -175,7 +175,7 @@ class Control:
         self.listener.expire(now)
         self.rpc.expire(now)
         self.arena.resting.end_quarantine(self.arena.now)
-        self.arena.end_incomplete()
+        self.arena.incomplete.end(self.arena.now)
         self.engine.waiting.wake()
         if self.leases.ghosts and now >= self._next_ghosts:
             self._next_ghosts = now + GHOST_POLL_S

@@ -2,12 +2,12 @@
 
 This ties the parts together and keeps them in step; each part owns one thing:
 
-    table.py      records and their states          slabs.py      extents
-    index.py      key -> entry                      orders.py     eviction orders, one per size class
-    heads.py      which RESERVED waits for which     resting.py    extents that nobody may use yet
-    namespaces.py identity
-    here          who writes which shard (`_taken`), what is given up but still written (`_doomed`), what goes when its
-                  last reader does (`_passing`)
+    table.py       records and their states             slabs.py       extents
+    index.py       key -> entry                         orders.py      eviction orders, one per size class
+    heads.py       which RESERVED waits for which       resting.py     extents that nobody may use yet
+    incomplete.py  what waits for shards of others      namespaces.py  identity
+    here           who writes which shard (`_taken`), what is given up but still written (`_doomed`), what goes when its
+                   last reader does (`_passing`)
 
 Ownership of references and reservations is the caller's (see daemon/sessions.py); here are only the counts, and
 `check_integrity` compares them with what the caller says it holds.  Nothing here blocks or touches the data segment.
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from kvkeep.shm import trace
 from kvkeep.shm.heads import Heads
+from kvkeep.shm.incomplete import Incomplete
 from kvkeep.shm.index import Found, Index, Place
 from kvkeep.shm.layout import State
 from kvkeep.shm.namespaces import Namespace, NamespaceTable
@@ -39,8 +40,6 @@ U64 = npt.NDArray[np.uint64]
 U8 = npt.NDArray[np.uint8]
 
 EVICT_STEP = 128  # entries per background step, well under a millisecond
-INCOMPLETE_S = 60.0  # some ranks stored their shard of a chunk, the others never came: given up after this,
-INCOMPLETE_UNDER_PRESSURE_S = 2.0  # ... or after this when a store finds no room otherwise
 HEADS_CLIMB = 65536  # heads that one reservation may look at to keep chains free of circles
 DEMAND_LIMIT = 4096  # entries one reservation may evict from other size classes
 ALL_SHARDS = -1  # a mover that loads a chunk writes all its shards
@@ -111,7 +110,12 @@ class Arena:
         self._doomed = np.zeros(table.capacity, dtype=bool)  # given up, but a writer is still at it
         self._passing = np.zeros(table.capacity, dtype=bool)  # leaves L1 with its last reference
         self._any_passing = False
-        self._incomplete: deque[tuple[float, I64, npt.NDArray[np.uint32]]] = deque()
+        self.incomplete = Incomplete(
+            table,
+            self.counters,
+            busy=lambda entry: bool(self._taken[entry] or self._doomed[entry]),
+            give_up=lambda entry: self.give_up(entry, quarantine=False),
+        )
 
     # ---- reading -----------------------------------------------------------------------------------------------------
 
@@ -332,12 +336,12 @@ class Arena:
                 self._seal(granted)
                 return np.full(len(granted), SEALED, dtype=np.uint8)
             self._seal_complete(granted)
-            self._await_other_shards(granted)
+            self.incomplete.wait(granted, self.now)
             return np.where(table.state[granted] == State.SEALED, SEALED, WAITING).astype(np.uint8)
         outcomes = np.full(len(granted), LOST, dtype=np.uint8)
         generation = table.generation[granted].copy()
         for i, entry in enumerate(granted):
-            if self._gone(int(entry), int(generation[i])):
+            if not table.is_reserved(int(entry), int(generation[i])):
                 continue
             if self._doomed[entry]:
                 self._free_doomed([int(entry)], quarantine=False)
@@ -351,7 +355,7 @@ class Arena:
                 outcomes[i] = WAITING
         kept = granted[outcomes == WAITING]
         self._seal_complete(kept)
-        self._await_other_shards(kept)
+        self.incomplete.wait(kept, self.now)
         outcomes[(outcomes == WAITING) & (table.state[granted] == State.SEALED)] = SEALED
         gone = (outcomes == WAITING) & (table.generation[granted] != generation)
         outcomes[gone] = LOST
@@ -359,10 +363,11 @@ class Arena:
 
     def abandon(self, granted: I64, shard: int) -> None:
         """The writer of ``shard`` died: what it had reserved is given up and rests in quarantine."""
+        table = self.table
         self._taken[granted] &= ~np.uint64(1 << shard)
-        generation = self.table.generation[granted].copy()
+        generation = table.generation[granted].copy()
         for entry, gen in zip(granted, generation, strict=True):
-            if not self._gone(int(entry), int(gen)):
+            if table.is_reserved(int(entry), int(gen)):
                 if self._doomed[entry]:
                     self._free_doomed([int(entry)], quarantine=True)
                 else:
@@ -377,12 +382,10 @@ class Arena:
 
     def doom(self, entries: I64, generations: npt.NDArray[np.uint32]) -> None:
         """Whoever writes these is late: nobody waits for them any more.  They are freed when the writer has ended."""
+        table = self.table
         for entry, generation in zip(entries.tolist(), generations.tolist(), strict=True):
-            if not self._gone(entry, generation) and not self._doomed[entry]:
+            if table.is_reserved(entry, generation) and not self._doomed[entry]:
                 self.give_up(entry, quarantine=False)
-
-    def _gone(self, entry: int, generation: int) -> bool:
-        return self.table.state[entry] != State.RESERVED or int(self.table.generation[entry]) != generation
 
     def _free_doomed(self, entries: list[int], *, quarantine: bool) -> None:
         ready = np.array([e for e in entries if not self._taken[e]], dtype=np.int64)
@@ -416,42 +419,6 @@ class Arena:
             ):
                 stack.extend(self.heads.settle(entry))
                 self._seal(np.array([entry], dtype=np.int64))
-
-    def _await_other_shards(self, entries: I64) -> None:
-        entries = entries[(self.table.state[entries] == State.RESERVED) & (self.table.shards[entries] > 1)]
-        if len(entries):
-            deadline = self.now + INCOMPLETE_S
-            self._incomplete.append((deadline, entries, self.table.generation[entries].copy()))
-
-    def end_incomplete(self) -> None:
-        """Give up chunks that some ranks stored and nobody completes."""
-        while self._incomplete and self._incomplete[0][0] <= self.now:
-            self._end_oldest_incomplete()
-
-    def _end_incomplete_early(self) -> bool:
-        """The same under pressure.  True = something was given up."""
-        before = self.counters["entries_incomplete"]
-        due = self.now + INCOMPLETE_S - INCOMPLETE_UNDER_PRESSURE_S
-        while self._incomplete and self._incomplete[0][0] <= due and self.counters["entries_incomplete"] == before:
-            self._end_oldest_incomplete()
-        return self.counters["entries_incomplete"] > before
-
-    def _end_oldest_incomplete(self) -> None:
-        deadline, entries, generations = self._incomplete.popleft()
-        for entry, generation in zip(entries, generations, strict=True):
-            full = (1 << int(self.table.shards[entry])) - 1
-            if self._gone(int(entry), int(generation)) or self._doomed[entry] or self._taken[entry]:
-                continue  # a writer that is at it now queues it again when it commits
-            if int(self.table.shard_mask[entry]) == full:
-                continue  # it only waits for its head
-            if self.table.references[entry] and deadline > self.now:  # in the chain of a store that is under way
-                self._await_other_shards(np.array([entry], dtype=np.int64))
-                continue
-            self.counters["entries_incomplete"] += 1
-            self.give_up(int(entry), quarantine=False)
-
-    def next_incomplete_end(self) -> float | None:
-        return self._incomplete[0][0] if self._incomplete else None
 
     # ---- making room -------------------------------------------------------------------------------------------------
 
@@ -490,7 +457,7 @@ class Arena:
             # All of its own are in use, the oldest of them perhaps since long: whoever can give way must.
             evicted = self._evict_oldest(EVICT_STEP, but=cls.extent) if limit > 0 else 0
             limit -= evicted
-            if not evicted and not self._end_incomplete_early():
+            if not evicted and not self.incomplete.end_early(self.now):
                 break
 
     def _evict_oldest(self, want: int, *, but: int = 0) -> int:

@@ -62,6 +62,10 @@ class EntryTable:
         """No record from this one on is in use."""
         return self._fresh
 
+    def is_reserved(self, entry: int, generation: int) -> bool:
+        """It is RESERVED, and still what it was under this generation."""
+        return self.state[entry] == State.RESERVED and int(self.generation[entry]) == generation
+
     # ---- transitions -------------------------------------------------------------------------------------------------
 
     def reserve(

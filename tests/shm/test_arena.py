@@ -110,7 +110,7 @@ def test_a_chunk_that_some_ranks_never_store_is_given_up_in_time() -> None:
     grant = arena.reserve(ns, chain("a", 2), 0, 0)
     arena.commit(grant.granted, 0, ALL[:2], None)
     arena.now += 3600
-    arena.end_incomplete()
+    arena.incomplete.end(arena.now)
     assert arena.table.used_count == 0
     check(arena)
 
@@ -291,7 +291,7 @@ def test_any_mixture_of_operations_keeps_the_books(seed: int) -> None:
             arena.release(*readers.pop(rng.randrange(len(readers))))
         arena.now += rng.random() * 2
         arena.resting.end_quarantine(arena.now)
-        arena.end_incomplete()
+        arena.incomplete.end(arena.now)
         arena.evict_step()
         if step % 25 == 0 or step > 1450:
             references: Counter = Counter()
@@ -309,7 +309,7 @@ def test_any_mixture_of_operations_keeps_the_books(seed: int) -> None:
     for found, generations in readers:
         arena.release(found, generations)
     arena.now += 3600
-    arena.end_incomplete()
+    arena.incomplete.end(arena.now)
     arena.now += 3600
     arena.resting.end_quarantine(arena.now)
     check(arena)
