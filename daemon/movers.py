@@ -21,7 +21,7 @@ import logging
 import os
 import socket
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +30,7 @@ import msgspec
 
 from kvkeep.daemon.bans import Bans
 from kvkeep.daemon.breaker import Breaker, Circuit
+from kvkeep.daemon.mover_health import Figures, Health
 from kvkeep.daemon.supervise import Child
 from kvkeep.l2 import jobs as j
 from kvkeep.l2.jobs import Code
@@ -43,8 +44,6 @@ MEASURE_S = 2.0
 ROUND_PACKETS = 64  # read per round of the control loop
 RESEND_S = 0.01  # the channel was full
 MAX_DESCRIBED = 4096  # namespaces; then all are told again
-TROUBLE_S = 10.0  # a failure is a reason for this long: longer than status is usually asked for
-LONG_START_S = 15.0  # an adapter that opens for longer than this is a reason to say so
 
 log = logging.getLogger("kvkeep.movers")
 
@@ -94,10 +93,8 @@ class Mover:
         self.label = str(config.get("name") or self.type_name)
         self.breaker = Breaker()
         self.phase = Phase.STARTING
-        self.usage = j.Usage(0, 0, 0)
-        self.failures: Counter[str] = Counter()  # chunks, by what went wrong
-        self.totals: Counter[str] = Counter()
-        self.adapter_counters: dict[str, int] = {}
+        self.health = Health(f"{self.name} ({self.label})", self.breaker, time.monotonic())
+        self.figures = Figures()
         self.putting = self.getting = 0  # bytes in open jobs
         self.puts = 0  # open Put jobs
         self.bans = Bans()  # what must not be asked of this adapter, nor given to it
@@ -107,11 +104,6 @@ class Mover:
         self._described: set[bytes] = set()  # to this process
         self.watch: Callable[[int, Callable[[], object]], None] = lambda fd, callback: None
         self.unwatch: Callable[[int], None] = lambda fd: None
-        self._since = time.monotonic()  # in this phase
-        self._trouble = ""  # what the adapter said when it could not be opened
-        self._last_fault = ""
-        self._full = ""
-        self._ill, self._ill_until = "", 0.0  # what failed lately
         self._renewed = False  # by us, because the medium does not work: its being open proves nothing
         self._ids = itertools.count(1)
         self._open: dict[int, OpenJob] = {}
@@ -174,7 +166,8 @@ class Mover:
         """The process has been reaped: nothing writes for its open jobs any more."""
         while self.receive():
             pass
-        self.phase, self._since = Phase.STARTING, time.monotonic()
+        self.phase = Phase.STARTING
+        self.health.opening(time.monotonic())
         self.unwatch(self._ours.fileno())
         self._ours.close()
         self._ours, theirs = self._pair()
@@ -197,7 +190,7 @@ class Mover:
     @property
     def coming(self) -> bool:
         """It serves, or may do so any moment."""
-        return self.available or (self.phase is Phase.STARTING and not self._trouble)
+        return self.available or (self.phase is Phase.STARTING and not self.health.trouble)
 
     @property
     def open_jobs(self) -> int:
@@ -237,7 +230,7 @@ class Mover:
     def manage(self, what: What, done: Managed, *, namespace: bytes = b"", cursor: bytes = b"", limit: int = 0) -> None:
         """One step of management.  Asked whatever the breaker says; a late answer is as good as none."""
         if self.phase is not Phase.SERVING:
-            done(None, f"{self.name} ({self.label}) is not open: {self._trouble or 'it is being started'}")
+            done(None, f"{self.name} ({self.label}) is not open: {self.health.trouble or 'it is being started'}")
             return
         if sum(isinstance(o.job, j.Manage) for o in self._open.values()) >= MANAGE_JOBS:
             done(None, f"{self.name} ({self.label}) has {MANAGE_JOBS} steps of management to do already; try again")
@@ -298,8 +291,9 @@ class Mover:
 
     def _take(self, message: j.Message) -> None:
         if isinstance(message, j.Ready):
-            self.type_name, self.usage = message.type_name, message.usage
-            self.phase, self._trouble = Phase.SERVING, ""
+            self.type_name, self.figures.usage = message.type_name, message.usage
+            self.phase = Phase.SERVING
+            self.health.opened()
             self.child.proved()
             if self._renewed:
                 self.breaker.probe_at_once(time.monotonic())
@@ -309,9 +303,9 @@ class Mover:
             log.info("%s (%s) serves: %d objects, %d bytes", self.name, self.label, *_of(message.usage))
             self.on_serving(self)
         elif isinstance(message, j.Failed):
-            if self._trouble != message.reason:
+            if self.health.trouble != message.reason:
                 log.error("%s (%s) cannot be opened: %s", self.name, self.label, message.reason)
-            self._trouble = message.reason
+            self.health.trouble = message.reason
         else:
             self._answered(message)
 
@@ -321,10 +315,7 @@ class Mover:
             log.error("%s answered a job that it does not have: %d", self.name, answer.id)
             return
         job = open_job.job
-        if answer.usage is not None:
-            self.usage = answer.usage
-        if answer.counters is not None:
-            self.adapter_counters = answer.counters
+        self.figures.answered(answer)
         if answer.data:
             self._steps[job.id] = _steps.decode(answer.data)
         codes = answer.codes
@@ -336,41 +327,22 @@ class Mover:
 
     def _judge(self, job: j.AnyJob, codes: bytes, answer: j.Answer) -> None:
         """What the answer says about the medium."""
-        now = time.monotonic()
-        seen = set(codes)
         if isinstance(job, j.Measure | j.Manage):
             return
+        now, seen = time.monotonic(), set(codes)
+        self.health.answered(job, seen, answer, now)
         if isinstance(job, j.Probe):
-            self._last_fault = answer.detail or self._last_fault
             self._probed(Code.OK in seen, now)
-            return
-        if seen & j.FAULTS:
-            self._last_fault = answer.detail or (os.strerror(answer.errno) if answer.errno else "")
-        if seen & _ILLS:
-            self._fell_ill(job, answer.detail or self._last_fault, now)
-        if seen and seen <= j.FAULTS:
+        elif seen and seen <= j.FAULTS:
             self._fault(now)
         elif not seen <= {Code.EXPIRED, Code.STOPPING}:
             self.breaker.success()
-        if isinstance(job, j.Put):
-            if Code.NO_SPACE in seen:
-                self._full = answer.detail or "the medium is full"
-            elif Code.OK in seen:
-                self._full = ""
-
-    def _fell_ill(self, job: j.AnyJob, how: str, now: float) -> None:
-        what = {j.Put: "stores", j.Get: "loads", j.Drop: "removals"}.get(type(job), "lookups")
-        self._ill, self._ill_until = f"some {what} failed: {how or 'nobody knows why'}", now + TROUBLE_S
 
     def _fault(self, now: float) -> None:
         if self.breaker.failure(now):
             log.warning(
-                "%s (%s): left alone after failures in a row, the last: %s", self.name, self.label, self._fault_text
+                "%s (%s): left alone after failures in a row, the last: %s", self.name, self.label, self.health.fault
             )
-
-    @property
-    def _fault_text(self) -> str:
-        return self._last_fault or "no answer in time"
 
     def _probed(self, works: bool, now: float) -> None:
         was_closed = self.breaker.closed
@@ -381,7 +353,7 @@ class Mover:
             self._renewed = True
             self.child.renew()
         if self.breaker.closed and not was_closed:
-            self._ill_until = 0.0
+            self.health.recovered()
             log.info("%s (%s) works again", self.name, self.label)
             if self.phase is Phase.SERVING:
                 self.on_serving(self)
@@ -394,10 +366,7 @@ class Mover:
             self.putting -= open_job.nbytes
         elif isinstance(job, j.Get):
             self.getting -= open_job.nbytes
-        if not isinstance(job, j.Find | j.Measure | j.Probe | j.Manage):
-            for code in codes:
-                if code != Code.OK:
-                    self.failures[Code(code).name.lower()] += 1
+        self.figures.ended(job, codes)
         open_job.done(codes)
 
     # ---- time --------------------------------------------------------------------------------------------------------
@@ -405,7 +374,7 @@ class Mover:
     def tick(self, now: float) -> float | None:
         """What is due.  Returns when the next thing is."""
         deadlines = [self._tick_child(now), self._tick_jobs(now), self._tick_breaker(now), self._tick_measure(now)]
-        deadlines.append(self._ill_until if now < self._ill_until else None)
+        deadlines.append(self.health.next_end(now))
         if self._outbox:
             self._flush()
             deadlines.append(now + RESEND_S if self._outbox else None)
@@ -431,12 +400,11 @@ class Mover:
 
     def _late(self, open_job: OpenJob, now: float) -> None:
         open_job.is_late = True
-        self.totals["jobs_late"] += 1
-        self._last_fault = ""
+        self.figures.totals["jobs_late"] += 1
+        self.health.late(open_job.job, now)
         if isinstance(open_job.job, j.Probe):
             self.breaker.probed(False, now)
         elif not isinstance(open_job.job, j.Measure | j.Manage):
-            self._fell_ill(open_job.job, "no answer in time", now)
             self._fault(now)
         open_job.late()
 
@@ -465,18 +433,7 @@ class Mover:
 
     def reasons(self) -> list[str]:
         """Why health is degraded; empty when all is well."""
-        found = self.child.reasons()
-        if self._trouble:
-            found.append(f"{self.name} ({self.label}): {self._trouble}")
-        elif self.phase is Phase.STARTING and time.monotonic() - self._since > LONG_START_S:
-            found.append(f"{self.name} ({self.label}): it is still being opened")
-        if not self.breaker.closed:
-            found.append(f"{self.name} ({self.label}): left alone, it does not work: {self._fault_text}")
-        if self._full:
-            found.append(f"{self.name} ({self.label}): stores fail: {self._full}")
-        if self.breaker.closed and time.monotonic() < self._ill_until:
-            found.append(f"{self.name} ({self.label}): {self._ill}")
-        return found
+        return self.child.reasons() + self.health.reasons(time.monotonic())
 
     def row(self) -> dict[str, Any]:
         """For the status document."""
@@ -487,23 +444,13 @@ class Mover:
             "phase": self.phase.value,
             "pid": self.child.pid,
             "restarts": self.child.restarts,
-            "bytes_used": self.usage.bytes_used,
-            "bytes_limit": self.usage.bytes_limit,
-            "objects": self.usage.objects,
             "breaker": self.breaker.circuit.value,
             "breaker_opened": self.breaker.opened,
             "jobs": len(self._open),
             "bytes_storing": self.putting,
             "bytes_loading": self.getting,
-            "failures": dict(self.failures),
-            "adapter": self.adapter_counters,
-            **{name: self.totals[name] for name in TOTALS},
+            **self.figures.row(),
         }
-
-
-_ILLS = j.FAULTS | {Code.CORRUPT}  # worth a word in the health
-
-TOTALS = ("chunks_stored", "bytes_stored", "chunks_loaded", "bytes_loaded", "finds", "stores_shed", "jobs_late")
 
 
 _steps = msgspec.msgpack.Decoder(Step)

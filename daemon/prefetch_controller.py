@@ -246,7 +246,7 @@ class PrefetchController:
         at = task.at
         chunks = b"".join(task.keys[at + i].tobytes() for i in missing)
         job = j.Find(mover.next_id(), task.deadline, task.namespace.digest, task.namespace.shards, chunks)
-        mover.totals["finds"] += 1
+        mover.figures.totals["finds"] += 1
         if trace.on(log):
             trace.chunks(log, f"asked {mover.name}/{job.id} for {task.who}", task.keys[[at + i for i in missing]])
         mover.submit(job, lambda codes: self._found(task, mover, at, missing, codes))
@@ -357,8 +357,8 @@ class PrefetchController:
         good = np.array(codes, dtype=np.uint8) == Code.OK
         count = int(good.sum())
         if mover is not None:
-            mover.totals["chunks_loaded"] += count
-            mover.totals["bytes_loaded"] += load.nbytes // len(good) * count
+            mover.figures.totals["chunks_loaded"] += count
+            mover.figures.totals["bytes_loaded"] += load.nbytes // len(good) * count
         if trace.on(log):
             keys = self.arena.table.keys[load.entries]
             trace.chunks(log, f"loaded by {by} for {load.task.who}", keys[good])

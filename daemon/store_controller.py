@@ -166,7 +166,7 @@ class StoreController:
         """This adapter serves (again): what it does not have is in the table."""
         feed = self._feeds[mover.index]
         feed.scan_wanted, feed.scan_at, feed.next_scan = True, -1, 0.0
-        feed.was_emptied = mover.usage.objects == 0
+        feed.was_emptied = mover.figures.usage.objects == 0
 
     def resume(self, mover: Mover) -> None:
         """Something may be given to this adapter that could not be for a while."""
@@ -198,7 +198,7 @@ class StoreController:
     def _shed(self, feed: Feed) -> None:
         if feed.queue.nbytes > self._queue_limit:
             dropped = feed.queue.shed(self._queue_limit)
-            feed.mover.totals["stores_shed"] += dropped
+            feed.mover.figures.totals["stores_shed"] += dropped
             self.counters["l2_stores_shed"] += dropped
             feed.scan_wanted = True
 
@@ -330,8 +330,8 @@ class StoreController:
         stored = entries[good]
         done = entries[good | (said == Code.TOO_LARGE)]  # what will never fit need not be given again
         self.arena.table.tiers[done] |= np.uint32(mover.bit)
-        mover.totals["chunks_stored"] += len(stored)
-        mover.totals["bytes_stored"] += len(stored) * extent
+        mover.figures.totals["chunks_stored"] += len(stored)
+        mover.figures.totals["bytes_stored"] += len(stored) * extent
         self.counters["l2_chunks_stored"] += len(stored)
         self.counters["l2_store_failures"] += len(entries) - len(stored)
         feed, failed = self._feeds[mover.index], set(codes) - {Code.OK, Code.TOO_LARGE}
