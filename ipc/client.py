@@ -14,7 +14,7 @@ Promises
   * Any thread may call anything.  `close` takes half a second at most; a client that is killed needs no closing.
 
 One module per concept: `client_session` (attach, lose, attach again), `client_rpc` (one socket), `client_arena` (the
-mapping), `client_lookup`, `client_store`, `namespace`, `buffers`.
+mapping), `client_lookup`, `client_store`, `client_manage`, `namespace`, `buffers`.
 """
 
 from __future__ import annotations
@@ -31,36 +31,18 @@ from kvkeep.ipc import messages as m
 from kvkeep.ipc.buffers import Buffers, Hashes, pack_hashes, rows
 from kvkeep.ipc.client_attach import Options
 from kvkeep.ipc.client_lookup import Lookup, PendingLookup, Reading, open_reading
+from kvkeep.ipc.client_manage import CLEAR_S, MANAGEMENT_S, Dropped, Management, id_of
 from kvkeep.ipc.client_rpc import Attachment
 from kvkeep.ipc.client_session import Session
 from kvkeep.ipc.client_store import Reservation, Stored, StoreResult, outcomes, reservation_of
 from kvkeep.ipc.copying import DEFAULT_THREADS
-from kvkeep.ipc.errors import AttachRefused, Denied, ProtocolError, Unavailable
+from kvkeep.ipc.errors import AttachRefused, ProtocolError, Unavailable
 from kvkeep.ipc.keys import Manifest, canonical
 from kvkeep.ipc.messages import HASH_BYTES, MAX_CHUNKS
 from kvkeep.ipc.namespace import Namespace
 
-MANAGEMENT_S = 10.0
-CLEAR_S = 60.0  # longer than the daemon takes to answer what reaches L2
 MAX_WAIT_MS = 60_000  # the daemon's limit
 _LEAST_S = 0.001
-
-
-class Dropped(int):
-    """How many chunks left L1, with what became of L2."""
-
-    in_use: int = 0  # chunks that stay in L1 because they are being used; they go to L2 no more
-    l2: tuple[dict[str, Any], ...] = ()  # per adapter: name, label, state ("removed", "under way", "remembered"), …
-    problem: str = ""  # what is remembered would not survive a restart of the daemon, because …
-
-    @classmethod
-    def of(cls, reply: m.Ok) -> Dropped:
-        dropped = cls(reply.count)
-        if reply.detail:
-            report = msgspec.json.decode(reply.detail, type=dict[str, Any])
-            dropped.in_use, dropped.l2 = int(report.get("in_use", 0)), tuple(report.get("l2", ()))
-            dropped.problem = str(report.get("problem", ""))
-        return dropped
 
 
 class Client:
@@ -69,6 +51,7 @@ class Client:
     def __init__(self, session: Session, *, checksums: bool) -> None:
         self._session = session
         self._checksums = checksums
+        self.management = Management(session)
         self._finalizer = weakref.finalize(self, session.close)
 
     # ---- life --------------------------------------------------------------------------------------------------------
@@ -108,37 +91,31 @@ class Client:
         return client
 
     @property
-    def _alive(self) -> Attachment | None:
-        """The current attachment; None from the moment on that its end was noticed, whoever noticed it."""
-        attachment = self._session.attachment
-        return attachment if attachment is not None and attachment.alive else None
-
-    @property
     def attached(self) -> bool:
-        return self._alive is not None
+        return self._session.current is not None
 
     @property
     def hung(self) -> bool:
         """Attached, but a deadline expired and the daemon has not answered since: everything is a miss."""
-        attachment = self._alive
+        attachment = self._session.current
         return attachment is not None and attachment.hung
 
     @property
     def epoch(self) -> int:
         """Of the current attachment; 0 = none."""
-        attachment = self._alive
+        attachment = self._session.current
         return attachment.epoch if attachment is not None else 0
 
     @property
     def chunk_tokens(self) -> int:
         """The daemon's default, for callers that have none of their own; 0 = not attached."""
-        attachment = self._alive
+        attachment = self._session.current
         return attachment.welcome.chunk_tokens if attachment is not None else 0
 
     @property
     def has_l2(self) -> bool:
         """The daemon may find in L2 what L1 lacks, for a lookup with ``wait_s``."""
-        attachment = self._alive
+        attachment = self._session.current
         return attachment is not None and attachment.welcome.l2
 
     @property
@@ -155,10 +132,7 @@ class Client:
     @property
     def state(self) -> str:
         """One line for logs: attached, or why not."""
-        attachment = self._alive
-        if attachment is None:
-            return f"not attached to {self._session.where()}: {self._session.last_error}"
-        return f"attached to {self._session.where()}, epoch {attachment.epoch}" + ", hung" * attachment.hung
+        return self._session.state
 
     def close(self) -> None:
         """Detach: the daemon drops all references and reservations of this client.  Views stay readable."""
@@ -402,29 +376,29 @@ class Client:
     def ping(self, *, deadline_s: float = MANAGEMENT_S) -> float:
         """Seconds of one round trip."""
         begin = time.monotonic()
-        self._manage(m.Ok, m.Ping, deadline_s=deadline_s)
+        self.management.ask(m.Ok, m.Ping, deadline_s=deadline_s)
         return time.monotonic() - begin
 
     def stats(self) -> dict[str, Any]:
-        return self._document(m.Stats)
+        return self.management.document(m.Stats)
 
     def list(self, namespace: int | Namespace = 0, cursor: int = 0, limit: int = 1000) -> dict[str, Any]:
-        return self._document(m.List, _id(namespace), cursor, limit)
+        return self.management.document(m.List, id_of(namespace), cursor, limit)
 
     def check(self) -> dict[str, Any]:
-        return self._document(m.Check, deadline_s=60.0)
+        return self.management.document(m.Check, deadline_s=60.0)
 
     def clear(self, namespace: int | Namespace = 0, *, l1_only: bool = False, digest: bytes = b"") -> Dropped:
         """Drop what nobody uses from L1, and everything from L2.  ``digest`` instead of the id is for a namespace that
         only L2 knows.  After this nothing of it is served from L2; what is still to be removed there is told."""
-        number = _id(namespace) if not digest else 0
-        reply = self._manage(m.Ok, m.Clear, number, l1_only, digest, deadline_s=CLEAR_S)
+        number = id_of(namespace) if not digest else 0
+        reply = self.management.ask(m.Ok, m.Clear, number, l1_only, digest, deadline_s=CLEAR_S)
         return Dropped.of(reply)
 
     def delete(self, namespace: int | Namespace, hashes: Hashes, *, l1_only: bool = False) -> Dropped:
         """Drop these chunks, as `clear` does; chunks that hang on them stay until they are evicted, unreadable."""
         return Dropped.of(
-            self._manage(m.Ok, m.Delete, _id(namespace), pack_hashes(hashes), l1_only, deadline_s=CLEAR_S)
+            self.management.ask(m.Ok, m.Delete, id_of(namespace), pack_hashes(hashes), l1_only, deadline_s=CLEAR_S)
         )
 
     def l2(
@@ -433,49 +407,15 @@ class Client:
         """One step of "list", "tally", "verify" or "compact" on one L2 adapter ("l2-0"): a document with the ``cursor``
         of the next step ("" = that was the last), or with a ``problem``."""
         fields = (adapter, what, namespace, bytes.fromhex(cursor), limit)
-        return self._document(m.Manage, *fields, deadline_s=CLEAR_S)
+        return self.management.document(m.Manage, *fields, deadline_s=CLEAR_S)
 
     def pin(self, namespace: int | Namespace, hashes: Hashes, *, ttl_s: float = 3600.0) -> tuple[int, int]:
         """(pin, chunks protected); pin 0 = nothing was there."""
-        reply = self._manage(m.Pinned, m.Pin, _id(namespace), pack_hashes(hashes), ttl_s)
+        reply = self.management.ask(m.Pinned, m.Pin, id_of(namespace), pack_hashes(hashes), ttl_s)
         return reply.pin, reply.count
 
     def unpin(self, pin: int) -> int:
-        return int(self._manage(m.Ok, m.Unpin, pin).count)
-
-    def _document(self, kind: type[m.Request], *fields: Any, deadline_s: float = MANAGEMENT_S) -> dict[str, Any]:
-        document = msgspec.json.decode(self._manage(m.Document, kind, *fields, deadline_s=deadline_s).json)
-        if not isinstance(document, dict):
-            raise ProtocolError(f"the daemon's document is a {type(document).__name__}, not an object")
-        return document
-
-    def _manage(
-        self, expected: type[Any], kind: type[m.Request], *fields: Any, deadline_s: float = MANAGEMENT_S
-    ) -> Any:
-        session = self._session
-        session.check_process()
-        attachment = session.attachment
-        if attachment is None:
-            raise Unavailable(self.state)
-        request = kind(attachment.lease, attachment.epoch, *fields)
-        reply = session.call(attachment, request, deadline_s)  # type: ignore[arg-type]
-        if isinstance(reply, expected):
-            return reply
-        if reply is None:
-            raise Unavailable(f"the daemon did not answer {kind.__name__} within {deadline_s:g} s: {self.state}")
-        if isinstance(reply, m.Error):
-            if reply.code == m.ErrorCode.DENIED.value:
-                raise Denied(reply.message)
-            raise ProtocolError(reply.message, reply.code)
-        raise ProtocolError(f"the daemon answered {kind.__name__} with {type(reply).__name__}")
-
-
-def _id(namespace: int | Namespace) -> int:
-    if isinstance(namespace, Namespace):
-        if not namespace.id:
-            raise Unavailable(f"{namespace!r} is not registered with a daemon now")
-        return namespace.id
-    return namespace
+        return int(self.management.ask(m.Ok, m.Unpin, pin).count)
 
 
 __all__ = [

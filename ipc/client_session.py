@@ -82,6 +82,20 @@ class Session:
             self._changed.wait_for(lambda: self.attachment is not None or self.refused is not None, deadline_s)
         return self.attachment is not None
 
+    @property
+    def current(self) -> Attachment | None:
+        """The attachment; None from the moment on that its end was noticed, whoever noticed it."""
+        attachment = self.attachment
+        return attachment if attachment is not None and attachment.alive else None
+
+    @property
+    def state(self) -> str:
+        """One line for logs: attached, or why not."""
+        attachment = self.current
+        if attachment is None:
+            return f"not attached to {self.where()}: {self.last_error}"
+        return f"attached to {self.where()}, epoch {attachment.epoch}" + ", hung" * attachment.hung
+
     def adopt(self, fresh: Namespace) -> tuple[Namespace, Attachment | None]:
         """The one object for this identity, and the attachment that does not know it yet, if there is one."""
         with self._changed:  # against the moment between registering all and publishing

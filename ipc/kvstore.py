@@ -295,7 +295,7 @@ class KVStore:
         if bound is None:
             return False
         try:
-            reply = self.client._manage(m.Ok, m.Delete, bound[1], hashes, deadline_s=until.left)
+            reply = self.client.management.ask(m.Ok, m.Delete, bound[1], hashes, deadline_s=until.left)
         except Denied as error:
             if not self._tally["denied"]:
                 log.warning("values cannot be removed: %s", error)

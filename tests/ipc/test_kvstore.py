@@ -833,7 +833,7 @@ def test_what_is_removed_does_not_come_back_from_l2(make_daemon: Callable[..., D
             assert not store.remove("k")
             assert store.put("k", payload(2, size)) is Put.STORED
             stored(store.client, before + 2 * pages)
-            eventually(lambda: store.client._manage(m.Ok, m.Clear, store.namespace.id, True).count > 0)
+            eventually(lambda: store.client.management.ask(m.Ok, m.Clear, store.namespace.id, True).count > 0)
             assert data_of(store.get("k", wait_s=20)) == payload(2, size)
             assert store.put("other", b"1")
             assert store.remove("k"), "also what only L2 has"
