@@ -63,7 +63,6 @@ from kvkeep.l2.tenants import quotas_of
 from kvkeep.shm.policies import eviction_policy
 
 FREE_SHARE = 0.8  # of what is free or ours, when no capacity is given
-_METADATA = 2 * PAGE  # blocks that a file system may add to a file for its extents
 _CLOSE_S = 30.0
 _CLOSED = Result(Outcome.UNAVAILABLE, detail="the adapter is closed")
 
@@ -244,7 +243,7 @@ class FsAdapter(Adapter):
         return sum(self._each(lambda at: self._delete(keys[at]), len(keys), False))
 
     def usage(self) -> Usage:
-        return Usage(self._index.used, self._index.limit, len(self._index))
+        return Usage(self._index.held, self._index.limit, len(self._index))
 
     def list(self, cursor: bytes, limit: int) -> Listing:
         return self._each(lambda _: self._list(cursor, limit), 1, Listing([], b""))[0]
@@ -384,13 +383,14 @@ class FsAdapter(Adapter):
                 return Result(Outcome.BUSY)
             if self._present(root, name, item, size, used_ns):  # somebody else has just finished
                 return OK
-            if not self._room.reserve(name, min(size + _METADATA, self._index.limit), item.key.namespace):
+            spare = self._room.reserve(name, size, root, item.key.namespace)
+            if spare is None:
                 self._count("no_space")
                 return Result(Outcome.NO_SPACE, detail="the limit is reached and nothing can be evicted")
             try:
-                size = self._files.write(root, name, item, used_ns)
+                size = self._files.write(root, name, item, used_ns, spare)
             except OSError as error:
-                if error.errno not in FULL or not self._room.evict(2 * size, root):
+                if error.errno not in FULL or not self._room.evict_for_full_disk(2 * size, root):
                     raise
                 self._count("evicted_for_full_disk")
                 size = self._files.write(root, name, item, used_ns)
@@ -468,6 +468,7 @@ class FsAdapter(Adapter):
 
     def erase(self, keys: Sequence[Key]) -> builtins.list[bool]:
         gone = self._each(lambda at: self._erase(keys[at]), len(keys), False)
+        self._room.drop_spares()  # what was evicted before might be of what is to be forgotten
         if self._fsync != "none":  # a removal that the power takes back would bring the object back
             folders = {(root.number, name[0]): (root, name) for root, name in map(self._place, keys)}
             for root, name in folders.values():

@@ -1,7 +1,7 @@
 """Management of the fs adapter's directories: check every file, and give back what is of no use to anybody.
 
     verify    every file that could be one of ours is read: header, key, name, length, checksum.  Rubbish goes.
-    compact   temporaries of dead processes, marks that were never finished, files that no key leads to (another
+    compact   spares, temporaries of dead processes, marks that were never finished, files that no key leads to (another
               secret, another root since), index entries without a file, folders without files
 
 Both walk the directories, not the index: the directories are the truth.  Neither counts as a use of what it reads.
@@ -20,6 +20,7 @@ from kvkeep.l2.fs_root import FOLDERS, Root
 from kvkeep.l2.fs_tally import GONE, NOT_OURS, Tally
 
 _STEP = 64  # files that a step of a compaction looks into
+_STEP_S = 0.1  # that a step may take to remove spares
 
 Where = Callable[[Key], tuple[Root, bytes]]
 
@@ -89,6 +90,8 @@ class Care:
     # ---- compact -----------------------------------------------------------------------------------------------------
 
     def compact(self) -> Iterator[tuple[str, int]]:
+        while dropped := self._room.drop_spares(_STEP_S):
+            yield "spare_bytes_removed", dropped
         for root in self._roots:
             before = self._tally.counters["stale_temps_removed"]
             root.remove_dead_temps()

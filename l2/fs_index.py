@@ -6,7 +6,8 @@
                                                    └────────── restore ◄────────┘  (the medium would not remove it)
 
 Bytes are reserved before they are written and counted until they are gone from the medium, so
-``used + reserved <= limit`` at every moment, and the medium never holds more.  A name that is being stored or is
+``used + reserved + spare <= limit`` at every moment, and the medium never holds more.  Spare is what evicted objects
+leave to be written into again (fs_spares.py).  A name that is being stored or is
 leaving belongs to one thread; everybody else is told BUSY.  Names with readers are not evicted.  Names of the
 catalogue (catalogue.py) are in no order, so they never are.
 
@@ -52,6 +53,7 @@ class Found(NamedTuple):
 class Victim(NamedTuple):
     name: bytes
     root: int
+    size: int  # on the medium
 
 
 class CapacityIndex:
@@ -85,6 +87,7 @@ class CapacityIndex:
         self._clock = Clock()
         self._used = 0
         self._reserved = 0
+        self._spare = 0
         self._now = 0
         self._lock = threading.Lock()
 
@@ -113,7 +116,13 @@ class CapacityIndex:
 
     @property
     def used(self) -> int:
+        """Bytes of objects."""
         return self._used
+
+    @property
+    def held(self) -> int:
+        """Bytes of objects and of spares."""
+        return self._used + self._spare
 
     @property
     def leaving(self) -> int:
@@ -173,18 +182,19 @@ class CapacityIndex:
             self._storing[name] = 0
             return True
 
-    def reserve(self, name: bytes, size: int, namespace: bytes = b"") -> int:
-        """0 = reserved for a name being stored; otherwise so many bytes must go first."""
+    def reserve(self, name: bytes, size: int, namespace: bytes = b"", spare: int = 0) -> int:
+        """0 = reserved for a name being stored, in the place of ``spare`` bytes; otherwise so many must go first."""
         with self._lock:
             if self.tenants is not None and namespace != CATALOGUE:
                 self._expect(name, self.tenants.of(namespace), size)
-            over = self._used + self._reserved + size - self.limit
+            over = self._used + self._reserved + self._spare - spare + size - self.limit
             if over > 0:
                 return over
             if len(self._slots) + len(self._leaving) + len(self._storing) > len(self._recency):
                 return size  # as many names as this index can hold
             self._reserved += size - self._storing[name]
             self._storing[name] = size
+            self._spare -= spare
             return 0
 
     def publish(self, name: bytes, root: int, size: int, used_ns: int, namespace: bytes = b"") -> None:
@@ -331,7 +341,7 @@ class CapacityIndex:
         name = self._keys[slot].tobytes()[:NAME_BYTES]
         del self._slots[name]
         self._leaving[name] = slot
-        return Victim(name, int(self._roots[slot]))
+        return Victim(name, int(self._roots[slot]), int(self._sizes[slot]))
 
     def victims(self, size: int, root: int | None = None) -> list[Victim]:
         """The least recent names that make up ``size`` bytes, taken as by `take`; fewer if others are being read."""
@@ -355,6 +365,16 @@ class CapacityIndex:
     def gone(self, name: bytes) -> None:
         with self._lock:
             self._drop(name, self._leaving.pop(name))
+
+    def set_aside(self, name: bytes, size: int) -> None:
+        """The object is gone, its file of ``size`` bytes is a spare."""
+        with self._lock:
+            self._drop(name, self._leaving.pop(name))
+            self._spare += size
+
+    def spare_gone(self, size: int) -> None:
+        with self._lock:
+            self._spare -= size
 
     def restore(self, name: bytes) -> None:
         """It could not be removed; it is the most recent now, so that others are tried before it again."""

@@ -1,6 +1,6 @@
 """Whole objects to and from files of a root.  No accounting here; `fs` does that around it.
 
-    write:  draft ─► header + payload ─► time of use as mtime ─► fsync ─► name
+    write:  draft (or spare) ─► header + payload ─► time of use as mtime ─► fsync ─► name
     read:   open ─► header page + payload ─► header, key, length, checksum ─► time of use as mtime
 
 If the medium refuses O_DIRECT in the middle of use, as some do after having accepted it at open, the root does without
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from kvkeep.l2.adapter import Item, Key
 from kvkeep.l2.fs_io import PAGE, FileIO, aligned, file_bytes, read_raw, read_record, write_record
-from kvkeep.l2.fs_root import Root
+from kvkeep.l2.fs_root import Draft, Root
 from kvkeep.l2.fs_tally import GONE, NOT_OURS, Tally
 from kvkeep.l2.record import HEADER_BYTES, Header, payload_checksum, unpack
 
@@ -43,17 +43,18 @@ class ObjectFiles:
         self._count = tally.count
         self._lock = threading.Lock()
 
-    def write(self, root: Root, name: bytes, item: Item, used_ns: int) -> int:
-        """Bytes on the medium."""
+    def write(self, root: Root, name: bytes, item: Item, used_ns: int, spare: str = "") -> int:
+        """Bytes on the medium.  ``spare``: a temporary of the root to write over; it is gone in any case."""
         direct = root.direct and aligned(item.payload)
+        draft = root.reuse(spare, file_bytes(len(item.payload)), direct) if spare else None
+        self._count("reused", draft is not None)
         try:
-            return self._write(root, name, item, used_ns, direct)
+            return self._write(root, name, item, used_ns, draft or root.create(name, direct))
         except OSError as error:
             self._without_direct(root, error, direct)
-            return self._write(root, name, item, used_ns, False)
+            return self._write(root, name, item, used_ns, root.create(name, False))
 
-    def _write(self, root: Root, name: bytes, item: Item, used_ns: int, direct: bool) -> int:
-        draft = root.create(name, direct)
+    def _write(self, root: Root, name: bytes, item: Item, used_ns: int, draft: Draft) -> int:
         try:
             header = write_record(self._io, draft.fd, item)
             os.utime(draft.fd, ns=(used_ns, used_ns))

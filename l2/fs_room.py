@@ -15,14 +15,20 @@ from typing import NamedTuple
 
 from kvkeep.l2.catalogue import CATALOGUE, MAX_MANIFEST
 from kvkeep.l2.fs_index import CapacityIndex, Found, Victim
+from kvkeep.l2.fs_io import PAGE
 from kvkeep.l2.fs_objects import ObjectFiles
 from kvkeep.l2.fs_root import FOLDERS, Root
+from kvkeep.l2.fs_spares import Spare, Spares
 from kvkeep.l2.fs_tally import GONE, Tally
 
 RESCAN_S = 10.0  # where roots are shared; longer if a scan takes long
+METADATA = 2 * PAGE  # blocks that a file system may add to a file for its extents
 _PATIENCE_S = 5.0
+_NOTHING = (-1, 0)  # fits no spare
+_LEAST_SPARES = 16  # are kept, however large, when stores have to wait for room
 _STEP = 256 << 20  # bytes that the janitor takes out of the index at once
 _SCAN_THREADS = 4
+_TIDY_S = 1.0  # for spares, at the end; whoever opens the root next removes what is left of them
 _EXCESS_STEP = 64  # files of tenants above their quotas that go before the books are looked at again
 
 log = logging.getLogger("kvkeep.l2.fs")
@@ -50,6 +56,7 @@ class Room:
         self.index = index
         self._files = files
         self._roots, self._shared, self._tally = roots, shared, tally
+        self._spares = Spares(roots, index.spare_gone)
         self._high = int(eviction.watermark * index.limit)
         self._share = int(eviction.ratio * index.limit)
         self._stop = False
@@ -63,43 +70,76 @@ class Room:
         self._stop = True
         self._wake.set()
         self._janitor.join(deadline_s)
+        self.drop_spares(_TIDY_S)
         return not self._janitor.is_alive()
 
     # ---- making room -------------------------------------------------------------------------------------------------
 
-    def reserve(self, name: bytes, size: int, namespace: bytes = b"") -> bool:
-        """False = the limit is reached and nothing can go.  Whose it is, comes back to his quota, if he is above it."""
+    def reserve(self, name: bytes, size: int, root: Root, namespace: bytes = b"") -> str | None:
+        """Room for a file of ``size`` bytes: a spare to write over, or "" for a new file; None = the limit is reached
+        and nothing can go.  Whose it is, comes back to his quota, if he is above it."""
         patience = time.monotonic() + _PATIENCE_S
-        over = self.index.reserve(name, size, namespace)
+        new = min(size + METADATA, self.index.limit)
+        while True:
+            spare = self._spares.take(root.number, size)
+            if not (over := self._reserved(name, new, namespace, spare)):
+                return "" if spare is None else spare.temp
+            if spare is not None:
+                self._spares.put(spare)
+                gone = self.evict(over, _NOTHING)  # a little is missing
+            elif self._spares.drop(over):
+                continue  # they were not of this size
+            else:  # of this size one is enough: the next turn finds its file
+                gone = self.evict(max(1, over - METADATA), (root.number, size))
+            if not gone:
+                if not self.index.leaving or time.monotonic() > patience:
+                    return None
+                time.sleep(0.001)  # another thread is making room
+
+    def _reserved(self, name: bytes, size: int, namespace: bytes, spare: Spare | None) -> int:
+        """0, or so many bytes are missing."""
+        instead = 0 if spare is None else spare.size
+        over = self.index.reserve(name, size, namespace, instead)
         if self.index.excess():
             self.evict_excess()
-            over = self.index.reserve(name, size, namespace)
-        while over > 0:
-            if not self.evict(over):
-                if not self.index.leaving or time.monotonic() > patience:
-                    return False
-                time.sleep(0.001)  # another thread is making room
-            over = self.index.reserve(name, size, namespace)
-        return True
+            over = self.index.reserve(name, size, namespace, instead)
+        return over
 
     def evict_excess(self) -> None:
         """What tenants have above their quotas goes, but for what is being read."""
         while self.index.excess() and (victims := self.index.excess_victims(_EXCESS_STEP)):
-            gone = sum(self._evict_one(victim) for victim in victims)
-            self._tally.count("evicted", gone)
+            gone = self._evict_all(victims, None)
             self._tally.count("evicted_above_quota", gone)
             if not gone:
                 return
 
-    def evict(self, size: int, root: Root | None = None) -> int:
-        """How many objects went, for so many bytes if possible; 0 = none can."""
-        victims = self.index.victims(size, None if root is None else root.number)
-        gone = sum(self._evict_one(victim) for victim in victims)
+    def evict(self, size: int, fitting: tuple[int, int] | None = None) -> int:
+        """How many objects went, for so many bytes if possible; 0 = none can.  Their files become spares: those that
+        fit a root and size, if that is given, and not more than what the janitor evicts at once."""
+        return self._evict_all(self.index.victims(size), fitting)
+
+    def evict_for_full_disk(self, size: int, root: Root) -> bool:
+        """So many bytes less on this root's disk, if possible.  False = nothing can go."""
+        size -= (freed := self._spares.drop(size, root.number))
+        victims = self.index.victims(size, root.number) if size > 0 else []
+        return self._evict_all(victims, _NOTHING) > 0 or freed > 0
+
+    def drop_spares(self, seconds: float | None = None) -> int:
+        """Bytes that are free now."""
+        return self._spares.drop(self.index.limit, until=None if seconds is None else time.monotonic() + seconds)
+
+    def _evict_all(self, victims: list[Victim], fitting: tuple[int, int] | None) -> int:
+        gone = sum(self._evict_one(victim, fitting) for victim in victims)
         self._tally.count("evicted", gone)
         return gone
 
-    def _evict_one(self, victim: Victim) -> bool:
+    def _evict_one(self, victim: Victim, fitting: tuple[int, int] | None = None) -> bool:
         root = self._roots[victim.root]
+        if self._is_kept(victim, fitting) and (temp := root.set_aside(victim.name)):
+            # Known as a spare before it is counted as one: whoever takes it at once finds its bytes still used.
+            self._spares.put(Spare(temp, victim.root, victim.size))
+            self.index.set_aside(victim.name, victim.size)
+            return True
         try:
             root.unlink(victim.name)
         except OSError as error:
@@ -109,6 +149,15 @@ class Room:
                 return False
         self.index.gone(victim.name)
         return True
+
+    def _is_kept(self, victim: Victim, fitting: tuple[int, int] | None) -> bool:
+        if self._shared or self._stop:
+            return False
+        if fitting is None:
+            return self._spares.nbytes + victim.size <= self._share
+        root, size = fitting
+        fits = victim.root == root and size <= victim.size <= size + METADATA
+        return fits and (self._spares.nbytes + victim.size <= self._share or len(self._spares) < _LEAST_SPARES)
 
     def remove(self, root: Root, name: bytes, only: tuple[int, int] | None = None) -> bool:
         """``only``: if it is still this file (inode, mtime; inodes are soon used again)."""
@@ -159,6 +208,7 @@ class Room:
                     while (over := self.index.used - target) > 0 and not self._stop:
                         if not self.evict(min(over, _STEP)):
                             break
+                    self._spares.drop(self.index.held - self._high)
             except Exception:
                 self._tally.count("janitor_failed")
                 log.exception("fs: the janitor stumbled")

@@ -33,7 +33,7 @@ from kvkeep.l2.adapter import AdapterError, Key
 from kvkeep.l2.catalogue import CATALOGUE
 from kvkeep.l2.fs_index import NAME_BYTES, Found
 from kvkeep.l2.fs_io import PAGE, FileIO
-from kvkeep.l2.fs_tally import Tally
+from kvkeep.l2.fs_tally import GONE, Tally
 
 FOLDERS = [f"{number:02x}" for number in range(256)]
 _MARK = "KVKEEP-FS"
@@ -44,6 +44,7 @@ _OWNER_AT, _OWNER_BYTES = 64, 192
 _NAME = re.compile(r"[0-9a-f]{40}\Z")
 _UNFINISHED_MARK = re.compile(re.escape(_MARK) + r"\.[0-9a-f]{16}\Z")
 _TEMP = re.compile(r"([0-9a-f]{16})\.(lock|[0-9]+)\Z")
+_TIDIED = 8  # times that a compaction may remove an empty folder just before something comes into it
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
 
 log = logging.getLogger("kvkeep.l2.fs")
@@ -209,12 +210,42 @@ class Root:
         temp = f"{self._id}.{next(self._temps)}"
         return Draft(self, self._io.open(temp, flags | os.O_CREAT | os.O_EXCL, dir_fd=self._tmp_fd), temp)
 
-    def _open_in(self, folder: str, path: str, flags: int, dir_fd: int) -> int:
+    def set_aside(self, name: bytes) -> str:
+        """An object's file becomes a temporary: its name there; "" = it cannot be moved."""
+        temp = f"{self._id}.{next(self._temps)}"
         try:
-            return self._io.open(path, flags, dir_fd=dir_fd)
-        except FileNotFoundError:  # somebody cleaned up
-            self._make_folder(folder)
-            return self._io.open(path, flags, dir_fd=dir_fd)
+            self._io.rename(_path(name), temp, source_fd=self.fd, target_fd=self._tmp_fd)
+        except OSError:
+            return ""
+        return temp
+
+    def reuse(self, temp: str, size: int, direct: bool) -> Draft | None:
+        """A temporary to be written over, all ``size`` bytes of it; None (and it is gone) = it is not fit for that."""
+        try:
+            fd = self._io.open(temp, os.O_WRONLY | (os.O_DIRECT if direct else 0), dir_fd=self._tmp_fd)
+        except OSError:
+            self.drop_temp(temp)
+            return None
+        draft = Draft(self, fd, temp)
+        try:
+            about = os.fstat(fd)
+            # Another link to it may be somebody's backup, which must not change.
+            fit = stat.S_ISREG(about.st_mode) and about.st_nlink == 1 and about.st_size == size
+        except BaseException:
+            draft.close()
+            raise
+        if not fit:
+            draft.close()
+            return None
+        return draft
+
+    def _open_in(self, folder: str, path: str, flags: int, dir_fd: int) -> int:
+        for _ in range(_TIDIED):
+            try:
+                return self._io.open(path, flags, dir_fd=dir_fd)
+            except FileNotFoundError:  # somebody cleaned up
+                self._make_folder(folder)
+        return self._io.open(path, flags, dir_fd=dir_fd)
 
     def open(self, name: bytes, direct: bool) -> int:
         return self._io.open(_path(name), os.O_RDONLY | (os.O_DIRECT if direct else 0), dir_fd=self.fd)
@@ -355,7 +386,7 @@ class Root:
 
     def link(self, draft: Draft, name: bytes) -> None:
         """FileExistsError if the name is taken (where the file system has O_TMPFILE; otherwise it is replaced)."""
-        for attempt in range(2):
+        for attempt in range(1 + _TIDIED):
             try:
                 if draft.temp:
                     self._io.rename(draft.temp, _path(name), source_fd=self._tmp_fd, target_fd=self.fd)
@@ -363,15 +394,17 @@ class Root:
                     self._io.link(draft.fd, _path(name), dir_fd=self.fd)
                 return
             except FileNotFoundError:  # somebody cleaned up the folder
-                if attempt:
+                if attempt == _TIDIED:
                     raise
                 self._make_folder(FOLDERS[name[0]])
 
-    def drop_temp(self, temp: str) -> None:
+    def drop_temp(self, temp: str) -> bool:
+        """False = it is still there; the next one to open the root removes it."""
         try:
             self._io.unlink(temp, dir_fd=self._tmp_fd)
-        except OSError:
-            pass  # the next one to open the root removes it
+        except OSError as error:
+            return error.errno in GONE
+        return True
 
 
 class Draft:

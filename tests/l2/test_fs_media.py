@@ -32,7 +32,7 @@ ROOM = OBJECT + 4096
 
 
 def du(root: Path) -> int:
-    return sum(path.stat().st_blocks * 512 for path in root.glob("objects/*/*"))
+    return sum(path.stat().st_blocks * 512 for of in ("objects/*/*", "tmp/*.*") for path in root.glob(of))
 
 
 def fill(path: Path) -> None:
@@ -92,7 +92,7 @@ class Faulty(FileIO):
     """System calls that fail on schedule."""
 
     def __init__(self, *rules: dict[str, object], seed: int = 1) -> None:
-        self.schedule = Schedule(rules, seed, ("open", "writev", "readv", "sync", "link", "unlink"))
+        self.schedule = Schedule(rules, seed, ("open", "writev", "readv", "sync", "link", "rename", "unlink"))
         self.on = False
 
     def _may(self, operation: str) -> bool:
@@ -121,6 +121,10 @@ class Faulty(FileIO):
     def link(self, fd: int, path: str, *, dir_fd: int) -> None:
         self._may("link")
         super().link(fd, path, dir_fd=dir_fd)
+
+    def rename(self, source: str, target: str, *, source_fd: int, target_fd: int) -> None:
+        self._may("rename")
+        super().rename(source, target, source_fd=source_fd, target_fd=target_fd)
 
     def unlink(self, path: str, *, dir_fd: int) -> None:
         self._may("unlink")
@@ -345,10 +349,10 @@ def test_a_real_small_disk_is_filled_with_direct_io_and_remounted(
     assert adapter._roots[0].direct
     for number in range(0, 280, 8):
         assert set(put(adapter, *[key(n) for n in range(number, number + 8)])) == {OK}
+    assert adapter.counters["evicted"] > 0
+    adapter.close()  # nothing is on its way out any more
     used = adapter.usage()
     assert used.bytes_used == du(loop_disk)
-    assert adapter.counters["evicted"] > 0
-    adapter.close()
     subprocess.run(["umount", loop_disk], check=True)
     subprocess.run(["mount", "-o", "loop", tmp_path / "image", loop_disk], check=True)
     adapter = make(loop_disk, capacity_gb=1)
@@ -511,7 +515,9 @@ def test_a_load_that_fails_is_no_miss_and_the_object_stays(make: Callable[..., F
 
 
 def test_a_victim_that_will_not_go_stays_counted(make: Callable[..., FsAdapter], tmp_path: Path) -> None:
-    io = Faulty({"operation": "unlink", "fault": "EIO", "at": [0, 1]})
+    io = Faulty(
+        {"operation": "rename", "fault": "EIO", "at": [0]}, {"operation": "unlink", "fault": "EIO", "at": [0, 1]}
+    )
     adapter = make(io=io)
     put(adapter, key(1))
     io.on = True
