@@ -11,10 +11,12 @@ Adapters: `fs` and `raw_block` as they are by default (no fsync; payload durable
 ("fsync": "data") and `raw_block_nosync` ("durability": "none").
 
 The reference is a loop of threads that pwrites or preads objects of the same size, as many at a time as the adapter
-has in flight (``depth``), with as many fdatasyncs, into a file whose blocks have all been written before; raw_block's
-own file has been prewritten as well.  `fs` has to make a new file for each object: a plain loop that does that too is
-reported as ``new_files``, since a file system (and what lies under it, if it was told to discard) needs time to find
-space.  Everything alternates within one run; ``low`` and ``high`` are the ratios' 10th and 90th percentile by round.
+has in flight (``depth``), with as many fdatasyncs, into a file whose blocks have all been written before.  So is the
+medium of the adapters: raw_block's own file has been prewritten, and the directory of `fs` is full, as it is for all
+but the first hours of its life, so that each store evicts.  `fs_empty` is a directory that still grows: it needs a new
+file for each object, for which a file system (and what lies under it, if it was told to discard) has to find space, so
+beside it there is a plain loop that makes new files too; ``new_files`` in the others.  Everything alternates within
+one run; ``low`` and ``high`` are the ratios' 10th and 90th percentile by round.
 
 The medium is where ``--dir`` is.  ``--peer lmcache`` compares with LMCache's `fs` and `fs_native` instead (see
 bench/l2_lmcache.py), if it can be imported.
@@ -37,8 +39,10 @@ from kvkeep.bench.common import BenchError, Report, arguments, require_memory, r
 from kvkeep.bench.l2_client import clients
 from kvkeep.bench.l2_common import (
     DATA,
+    FULL,
     KINDS,
     MIB,
+    NEW_FILES,
     OVERWRITE,
     QUICK_DATA,
     READ,
@@ -129,6 +133,9 @@ def _adapter(
         stores["new_files"] = lambda: plain.create(size, depth, sync)
         loads["files"] = lambda: plain.read_files(size, depth)
     rounds = Rounds(arena.half, runs_of(args, RUNS))
+    for _ in range(FULL if kind.full else 0):
+        keys[:] = split(rng.bytes(32 * (arena.half // size)))
+        fed.store(keys, size)
     for _ in rounds:
         keys[:] = split(rng.bytes(32 * (arena.half // size)))
         rounds.take("store", stores)
@@ -137,10 +144,13 @@ def _adapter(
         fed.load(keys, size)
         if arena.target != arena.source:
             raise BenchError(f"{names[1]}: what was loaded is not what was stored")
-        fed.drop(keys)
+        if not kind.full:
+            fed.drop(keys)
         plain.remove_files()
-    fields = {"depth": min(depth, arena.half // size), "sync": kind.sync or "no"}
-    rounds.case(report, names[0], "store", OVERWRITE, BAR, **fields)
+    fields: dict[str, Any] = {"depth": min(depth, arena.half // size), "sync": kind.sync or "no"}
+    growing = files and not kind.full
+    reference = NEW_FILES if growing else OVERWRITE
+    rounds.case(report, names[0], "store", reference, BAR, "new_files" if growing else "plain", **fields)
     rounds.case(report, names[1], "load", READ, BAR, **fields)
 
 

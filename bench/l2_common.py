@@ -23,7 +23,9 @@ QUICK_DATA = 8 * MIB
 WARM_UP = 2
 SLICE = 16 * MIB  # of a store, in the mover: what an fdatasync of raw_block covers
 SLAB_OF_32_MIB = 1 << 30  # a smaller medium has slabs that such an object does not fit into
+FULL = 8  # times a round's bytes: the limit of an adapter that is measured full
 OVERWRITE = "plain pwrite, O_DIRECT, written blocks"
+NEW_FILES = "plain pwrite, O_DIRECT, new files"
 READ = "plain pread, O_DIRECT"
 
 
@@ -34,15 +36,17 @@ class Kind(NamedTuple):
     options: dict[str, str]
     depth: int  # objects in flight: of fs by its threads, of raw_block by its queue
     sync: str  # "": never, "object": after each, "slice": after SLICE bytes
+    full: bool = False  # each store evicts: what was stored is not dropped, the limit is reached before the first round
 
     def sync_bytes(self, size: int) -> int:
         return {"": 0, "object": size, "slice": SLICE}[self.sync]
 
 
 KINDS = {
-    "fs": Kind("fs", {}, 8, ""),
+    "fs": Kind("fs", {}, 8, "", full=True),
     "raw_block": Kind("raw_block", {}, 32, "slice"),
-    "fs_sync": Kind("fs", {"fsync": "data"}, 8, "object"),
+    "fs_empty": Kind("fs", {}, 8, ""),
+    "fs_sync": Kind("fs", {"fsync": "data"}, 8, "object", full=True),
     "raw_block_nosync": Kind("raw_block", {"durability": "none"}, 32, ""),
 }
 Way = Callable[[], float]
@@ -73,11 +77,13 @@ class Rounds:
             if self._at >= WARM_UP:
                 self._found.setdefault(what, {}).setdefault(name, []).append(self._nbytes / seconds / 1e9)
 
-    def case(self, report: Report, case: str, what: str, reference: str, bar: str = "", **fields: Any) -> None:
-        """``ours`` beside ``plain``; what else was measured is a field."""
+    def case(
+        self, report: Report, case: str, what: str, reference: str, bar: str = "", beside: str = "plain", **fields: Any
+    ) -> None:
+        """``ours`` beside ``plain``, or another; what else was measured is a field."""
         found = {name: np.array(values) for name, values in self._found[what].items()}
         ours = found.pop("ours")
-        plain = found.pop("plain")
+        plain = found.pop(beside)
         low, high = np.percentile(ours / plain, (10, 90))
         for name, values in found.items():
             fields |= {name: float(np.median(values)), f"ratio_{name}": float(np.median(ours) / np.median(values))}
@@ -127,6 +133,8 @@ def medium_of(kind: Kind, folder: Path, content: memoryview, need: int = 0) -> I
     """The configuration of an adapter with room for ``need`` bytes; nothing is left of it afterwards."""
     place = folder / "medium"
     room = max(2 * (need or len(content)), SLAB_OF_32_MIB if len(content) >= DATA else 0) + 64 * MIB
+    if kind.full and not need:
+        room = FULL * len(content)
     try:
         if kind.type == "fs":
             yield {"type": "fs", "base_path": str(place), "capacity_gb": room / 2**30, **kind.options}

@@ -5,9 +5,10 @@
 
     direct   both with O_DIRECT       cache   both through the page cache, from which loads then come
 
-Neither calls fsync.  LMCache's adapter classes run in this process, on objects of the same shared memory; they get the
-keys in tasks of 16 MiB, all at once, and are waited for on their event descriptors, as its server does.  Ours runs in
-its mover process, fed over its channel as by the daemon.  What was loaded is compared with what was stored, on both
+Neither calls fsync.  Our directory is full, so that each store evicts; what the peer stored is removed between rounds,
+which is not measured.  LMCache's adapter classes run in this process, on objects of the same shared memory; they get
+the keys in tasks of 16 MiB, all at once, and are waited for on their event descriptors, as its server does.  Ours runs
+in its mover process, fed over its channel as by the daemon.  What was loaded is compared with what was stored, on both
 sides.  With LMCache 0.5.6; `pip install --no-deps lmcache==0.5.6 sortedcontainers aiofile aiofiles`, and torch.
 """
 
@@ -28,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from kvkeep.bench.common import BenchError, Report
-from kvkeep.bench.l2_common import KINDS, MIB, Rounds, Way, aligned, medium_of, runs_of, split
+from kvkeep.bench.l2_common import FULL, KINDS, MIB, Rounds, Way, aligned, medium_of, runs_of, split
 from kvkeep.bench.l2_mover import Arena, Fed
 
 SIZES_MIB = (1, 4, 32)
@@ -71,6 +72,8 @@ def _compare(
     stores: dict[str, Way] = {"ours": lambda: ours.store(keys, size), "plain": lambda: theirs.store(keys, size)}
     loads: dict[str, Way] = {"ours": lambda: ours.load(keys, size), "plain": lambda: theirs.load(keys, size)}
     rounds = Rounds(arena.half, runs_of(args, RUNS))
+    for _ in range(FULL):
+        ours.store(split(rng.bytes(32 * (arena.half // size))), size)
     for _ in rounds:
         keys[:] = split(rng.bytes(32 * (arena.half // size)))
         rounds.take("store", stores)
@@ -80,7 +83,6 @@ def _compare(
             if arena.target != arena.source:
                 raise BenchError(f"{names[1]}: {who}: what was loaded is not what was stored")
         rounds.take("load", loads)
-        ours.drop(keys)
         theirs.drop(keys)
     for name, what in zip(names, ("store", "load"), strict=True):
         rounds.case(report, name, what, f"lmcache {theirs.version}, {theirs.type}", BAR)

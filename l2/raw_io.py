@@ -19,7 +19,7 @@ import errno
 import mmap
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
@@ -99,6 +99,7 @@ class Memory:
 
 
 Finished = Callable[[int, int], None]  # transfer, 0 or errno
+Meanwhile = Iterator[object]  # work in steps of about a millisecond
 
 
 class Progress:
@@ -123,8 +124,15 @@ class Engine(abc.ABC):
     name: str
 
     @abc.abstractmethod
-    def run(self, write: bool, transfers: Sequence[Transfer], finished: Finished | None = None) -> list[int]:
-        """0 or errno for each transfer.  ``finished`` is called in this thread as each one ends, others in flight."""
+    def run(
+        self,
+        write: bool,
+        transfers: Sequence[Transfer],
+        finished: Finished | None = None,
+        meanwhile: Meanwhile | None = None,
+    ) -> list[int]:
+        """0 or errno for each transfer.  In this thread, while transfers are in flight, ``finished`` is called as each
+        one ends, and ``meanwhile`` is carried out, to its end."""
 
     @abc.abstractmethod
     def sync(self) -> int:
@@ -220,13 +228,21 @@ class Threads(Engine):
         self._flusher = Flusher(fd)
         self._pool = ThreadPoolExecutor(min(queue_depth, MAX_THREADS), thread_name_prefix="raw-io")
 
-    def run(self, write: bool, transfers: Sequence[Transfer], finished: Finished | None = None) -> list[int]:
+    def run(
+        self,
+        write: bool,
+        transfers: Sequence[Transfer],
+        finished: Finished | None = None,
+        meanwhile: Meanwhile | None = None,
+    ) -> list[int]:
         parts = cut(transfers)
         progress = Progress(parts, len(transfers))
         waiting: list[Future[int]] = []
         try:
             for part in parts[1:]:
                 waiting.append(self._pool.submit(transfer_now, self._fd, write, part))
+            for _ in meanwhile or ():
+                pass
             if parts:  # the caller's own thread is one of the hands
                 self._end(progress, parts[0].owner, transfer_now(self._fd, write, parts[0]), finished)
             for part, future in zip(parts[1:], waiting, strict=True):

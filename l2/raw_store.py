@@ -1,7 +1,7 @@
 """The two ways of an object: into its slot, and out of it.
 
     store:  slots reserved ─► payloads ─► flush ─► headers ─► journal page ─► flush ─► visible ─► OK
-            ("durability": "none": header and payload in one write ─► journal page ─► visible ─► OK)
+            ("durability": "none": no flushes; header and payload in one write, if the checksum is known)
     load:   row pinned ─► header and payload in one read ─► seal, key, length, checksum ─► OK
 
 The flushes are there with "durability": "data": a header then never vouches for a payload that the power took, and what
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -187,27 +187,28 @@ class Store:
         memory = Memory(len(writing) * block)
         headers = [(memory.address + i * block, block) for i in range(len(writing))]
 
-        def make_header(i: int, number: int = 0) -> None:
-            """Of what could be written.  Computes the payload's checksum, if nobody has yet."""
-            if not number:
-                place, item, sequence = writing[i][1:]
+        def make_headers() -> Iterator[None]:
+            """Computes payloads' checksums, if nobody has yet."""
+            for i, (_, place, item, sequence) in enumerate(writing):
                 header = header_of(item, sequence)
                 data = pack_slot_header(header, self.room.geometry, place.slab, place.slot, place.generation)
                 memory.view[i * block : i * block + len(data)] = data
+                yield
 
         for one in writing:
             pieces[one.at].fill()
-        if not self._flush:  # nothing is durable before the other; one run of bytes, and the checksum vouches for it
-            for i in range(len(writing)):
-                make_header(i)
+        if not self._flush and all(one.item.checksum for one in writing):
+            # Nothing is durable before the other: one run of bytes, and the checksum vouches for it.
+            for _ in make_headers():
+                pass
             transfers = [
                 Transfer(self._offset(one.place), (header, *pieces[one.at].pieces))
                 for one, header in zip(writing, headers, strict=True)
             ]
             return self._sift(writing, engine.run(True, transfers), results)
         transfers = [Transfer(self._offset(one.place) + block, pieces[one.at].pieces) for one in writing]
-        numbers = engine.run(True, transfers, make_header)  # while the device is busy with the others
-        if not all(numbers):
+        numbers = engine.run(True, transfers, meanwhile=make_headers())
+        if self._flush and not all(numbers):
             number = engine.sync()
             numbers = [own or number for own in numbers]
         transfers = [

@@ -26,6 +26,7 @@ from kvkeep.l2.raw_io import (
     Engine,
     Finished,
     Flusher,
+    Meanwhile,
     Memory,
     Part,
     Progress,
@@ -50,6 +51,7 @@ _IOVEC = struct.Struct("<QQ")
 _BUFFER_LIMIT = 1 << 30  # the kernel's, per registered buffer
 _MOST_REGISTERED = 16 << 30
 _AGAIN = (errno.EAGAIN, errno.EINTR)
+_DONE = object()
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _syscall = _libc.syscall
@@ -144,14 +146,22 @@ class Ring:
             0, slot, buffer, 0, 0, 0, 0,
         )  # fmt: skip
 
-    def run(self, write: bool, parts: list[Part], progress: Progress, finished: Finished | None) -> None:
-        """Carry out ``parts``.  While some are in flight, what is through is told to ``finished``."""
+    def run(
+        self,
+        write: bool,
+        parts: list[Part],
+        progress: Progress,
+        finished: Finished | None,
+        meanwhile: Meanwhile | None = None,
+    ) -> None:
+        """Carry out ``parts``, and a step of ``meanwhile`` now and then, to its end, while some are in flight; what is
+        through is told to ``finished``."""
         flying: dict[int, Part] = {}
         free = list(range(self.depth))
         todo = parts[::-1]
         through: list[int] = []
         stopped: BaseException | None = None
-        while todo or flying or through:
+        while todo or flying or through or meanwhile is not None:
             fresh = 0
             while todo and free:
                 part = todo.pop()
@@ -161,8 +171,7 @@ class Ring:
                 self._sq_tail[0] = (tail + 1) & 0xFFFFFFFF
                 flying[slot] = part
                 fresh += 1
-            telling = bool(through)
-            wait = 0 if telling else max(1, len(flying) // 4)
+            wait = 0 if through or meanwhile is not None else max(1, len(flying) // 4)
             try:
                 while fresh or (wait and flying):
                     done = _call(_ENTER, self._fd, fresh, wait, _GETEVENTS, 0, 0)
@@ -177,13 +186,15 @@ class Ring:
                     if self._cq_head[0] != self._cq_tail[0] and not fresh:
                         break
             except KeyboardInterrupt as error:
-                stopped, todo = error, []
-            if finished is not None:
-                try:
+                stopped, todo, meanwhile = error, [], None
+            try:
+                if finished is not None:
                     for owner in through:
                         finished(owner, progress.results[owner])
-                except BaseException as error:  # memory stays lent until everything has landed
-                    stopped, todo, finished = error, [], None
+                if meanwhile is not None and next(meanwhile, _DONE) is _DONE:
+                    meanwhile = None
+            except BaseException as error:  # memory stays lent until everything has landed
+                stopped, todo, finished, meanwhile = error, [], None, None
             ended = self._reap(flying, free, todo, progress)
             through = ended if finished is not None else []
         if stopped is not None:
@@ -244,11 +255,17 @@ class Uring(Engine):
             self._local.ring.close()
             del self._local.ring
 
-    def run(self, write: bool, transfers: Sequence[Transfer], finished: Finished | None = None) -> list[int]:
+    def run(
+        self,
+        write: bool,
+        transfers: Sequence[Transfer],
+        finished: Finished | None = None,
+        meanwhile: Meanwhile | None = None,
+    ) -> list[int]:
         parts = cut(transfers)
         progress = Progress(parts, len(transfers))
         try:
-            self._ring().run(write, parts, progress, finished)
+            self._ring().run(write, parts, progress, finished, meanwhile)
         except OSError as error:  # no memory for a ring, or the ring itself failed: nothing of this batch is certain
             self._forget()
             return [error.errno or errno.EIO] * len(transfers)

@@ -16,7 +16,7 @@ import pytest
 from kvkeep.l2 import raw_medium, raw_store
 from kvkeep.l2.adapter import AdapterError, Item, Key, Outcome
 from kvkeep.l2.raw_block import RawBlockAdapter
-from kvkeep.l2.raw_io import Engine, Finished, Transfer
+from kvkeep.l2.raw_io import Engine, Finished, Meanwhile, Transfer
 from kvkeep.l2.raw_layout import JOURNAL_START, SECOND_COPY, Geometry, blocks_of
 from kvkeep.l2.raw_objects import Batch, Objects
 from tests.l2.conformance import MIB, content, get, key, put, view
@@ -257,11 +257,17 @@ class Failing(Engine):
         self.sync_fails = 0
         self.before: Callable[[], None] = lambda: None
 
-    def run(self, write: bool, transfers: Sequence[Transfer], finished: Finished | None = None) -> list[int]:
+    def run(
+        self,
+        write: bool,
+        transfers: Sequence[Transfer],
+        finished: Finished | None = None,
+        meanwhile: Meanwhile | None = None,
+    ) -> list[int]:
         self.before()
         answers = [self.fail(write, transfer) for transfer in transfers]
         good = [t for t, answer in zip(transfers, answers, strict=True) if not answer]
-        did = iter(self.inner.run(write, good))
+        did = iter(self.inner.run(write, good, meanwhile=meanwhile))
         results = [answer or next(did) for answer in answers]
         for i, number in enumerate(results):
             if finished is not None:

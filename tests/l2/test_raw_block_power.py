@@ -17,7 +17,7 @@ import pytest
 
 from kvkeep.l2.adapter import Item, Outcome
 from kvkeep.l2.raw_block import RawBlockAdapter
-from kvkeep.l2.raw_io import Engine, Finished, Transfer
+from kvkeep.l2.raw_io import Engine, Finished, Meanwhile, Transfer
 from tests.l2.conformance import content, get, key, view
 
 SECTOR = 512
@@ -34,12 +34,18 @@ class Recorder(Engine):
         self.inner = inner
         self.events: list[Event] = []
 
-    def run(self, write: bool, transfers: Sequence[Transfer], finished: Finished | None = None) -> list[int]:
+    def run(
+        self,
+        write: bool,
+        transfers: Sequence[Transfer],
+        finished: Finished | None = None,
+        meanwhile: Meanwhile | None = None,
+    ) -> list[int]:
         if write:
             for offset, pieces in transfers:
                 data = b"".join(ctypes.string_at(address, length) for address, length in pieces)
                 self.events.append((offset, data))
-        return self.inner.run(write, transfers, finished)
+        return self.inner.run(write, transfers, finished, meanwhile)
 
     def sync(self) -> int:
         self.events.append((-1, b""))

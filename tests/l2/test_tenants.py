@@ -19,7 +19,7 @@ from kvkeep.l2.fs import FsAdapter
 from kvkeep.l2.fs_io import PAGE, FileIO, file_bytes
 from kvkeep.l2.maintenance import What
 from kvkeep.l2.raw_block import RawBlockAdapter
-from kvkeep.l2.raw_io import Engine, Finished, Transfer
+from kvkeep.l2.raw_io import Engine, Finished, Meanwhile, Transfer
 from kvkeep.l2.raw_layout import blocks_of
 from kvkeep.l2.registry import create_adapter
 from kvkeep.l2.tenants import TenantOrder, Tenants
@@ -298,10 +298,16 @@ class GatedEngine(Engine):
     def __init__(self, inner: Engine, gate: Gate) -> None:
         self.name, self._inner, self._gate = inner.name, inner, gate
 
-    def run(self, write: bool, transfers: Sequence[Transfer], finished: Finished | None = None) -> list[int]:
+    def run(
+        self,
+        write: bool,
+        transfers: Sequence[Transfer],
+        finished: Finished | None = None,
+        meanwhile: Meanwhile | None = None,
+    ) -> list[int]:
         if not write:
             self._gate.pass_()
-        return self._inner.run(write, transfers, finished)
+        return self._inner.run(write, transfers, finished, meanwhile)
 
     def sync(self) -> int:
         return self._inner.sync()
