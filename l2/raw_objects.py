@@ -132,7 +132,7 @@ class Objects:
         self._ids: dict[bytes, int] = {}
         self._names: list[bytes] = []
         self._counts: list[int] = []
-        self._idle_ids: list[int] = []
+        self._idle_ids: dict[int, None] = {}  # of spaces without a row; taken off as soon as somebody asks for them
 
     @property
     def count(self) -> int:
@@ -146,14 +146,14 @@ class Objects:
     # Spaces
 
     def space(self, key: Key) -> int:
-        """The number of the key's space, made if need be (rows must follow, or `forget_idle_space`)."""
+        """The number of the key's space, made if need be.  Rows must follow: until then it is not used for another."""
         return self.space_of(_SPACE.pack(key.namespace, key.shard, key.shards))
 
     def space_of(self, name: bytes) -> int:
         number = self._ids.get(name)
         if number is None:
             if self._idle_ids:
-                number = self._idle_ids.pop()
+                number, _ = self._idle_ids.popitem()
                 del self._ids[self._names[number]]
                 self._names[number] = name
             else:
@@ -161,16 +161,18 @@ class Objects:
                 self._names.append(name)
                 self._counts.append(0)
             self._ids[name] = number
+        else:
+            self._idle_ids.pop(number, None)  # another name of the same batch might be given it
         return number
 
     def _count(self, spaces: U64, sign: int) -> None:
         numbers, counts = np.unique(spaces, return_counts=True)
         for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
             self._counts[number] += sign * count
-            if not self._counts[number] and sign < 0:
-                self._idle_ids.append(number)
-            elif self._counts[number] == count and sign > 0 and number in self._idle_ids:
-                self._idle_ids.remove(number)
+            if not self._counts[number]:
+                self._idle_ids[number] = None
+            else:
+                self._idle_ids.pop(number, None)
 
     def namespaces(self) -> list[bytes]:
         """By the number of the space."""
@@ -307,3 +309,8 @@ class Objects:
         self.index.check_integrity(rows)
         if sum(self._counts) != self._fresh - self._height:
             raise AssertionError(f"{sum(self._counts)} rows by space, {self._fresh - self._height} handed out")
+        named = {name: number for number, name in enumerate(self._names)}
+        if named != self._ids:
+            raise AssertionError(f"{len(self._names)} spaces have {len(self._ids)} names")
+        if any(self._counts[number] for number in self._idle_ids):
+            raise AssertionError(f"spaces with rows are idle: {[n for n in self._idle_ids if self._counts[n]]}")

@@ -495,6 +495,37 @@ def test_the_index_grows_while_it_is_used() -> None:
     objects.check_integrity()
 
 
+def test_a_batch_of_a_known_and_a_new_space_gives_them_two_numbers(path: Path) -> None:
+    """One of its spaces is idle, which is when a number is given to another space."""
+    adapter = opened(path)
+    of_two, other = [key(1, shard=s, shards=2) for s in (0, 1)], key(9, namespace=b"B" * 32)
+    assert put(adapter, *of_two) == [Outcome.OK] * 2
+    assert adapter.delete(of_two) == 2
+    assert put(adapter, other) == [Outcome.OK]  # has the number of one of the two now
+    assert put(adapter, *of_two) == [Outcome.OK] * 2
+    assert get(adapter, *of_two, other) == [Outcome.OK] * 3
+    done(adapter)
+    adapter = opened(path)
+    assert get(adapter, *of_two, other) == [Outcome.OK] * 3
+    done(adapter)
+
+
+def test_spaces_that_come_and_go_keep_their_objects_apart(path: Path, seed: int) -> None:
+    adapter, random, there = opened(path), np.random.default_rng(seed), set[Key]()
+    keys = [key(n, shard=s, shards=3, namespace=bytes([n]) * 32) for n in range(8) for s in range(3)]
+    for _ in range(150):
+        batch = [keys[i] for i in random.permutation(len(keys))[: random.integers(1, 12)]]
+        if random.random() < 0.5:
+            assert put(adapter, *batch, length=5000) == [Outcome.OK] * len(batch)
+            there.update(batch)
+        else:
+            adapter.delete(batch)
+            there.difference_update(batch)
+        adapter.check_integrity()
+        assert get(adapter, *keys, length=5000) == [Outcome.OK if k in there else Outcome.MISS for k in keys]
+    done(adapter)
+
+
 # ---- devices -----------------------------------------------------------------------------------------------------
 
 
