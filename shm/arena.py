@@ -279,8 +279,9 @@ class Arena:
         extent = namespace.extent_bytes
         cls = self.slabs.size_class(extent)
         held = entries[entries >= 0]
-        if len(held):
-            self.acquire(held)  # what makes room must not take this chain's own head
+        if len(held):  # what makes room must not take this chain's own head, nor what would take that along
+            held = np.concatenate((held, self.heads.above(held)))
+            self.acquire(held)
         try:
             offsets = self._take(cls, len(wanted))
         finally:

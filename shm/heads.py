@@ -74,6 +74,20 @@ class Heads:
             child = int(self._next[child - 1])
         return out
 
+    def above(self, entries: I64) -> I64:
+        """The RESERVED heads that ``entries`` wait for, and those that these wait for, as far as not in ``entries``."""
+        parents = self._parent[entries]
+        if not parents.any():
+            return entries[:0]
+        seen = set(entries.tolist())
+        found = []
+        for parent in parents.tolist():
+            while parent and parent - 1 not in seen:
+                seen.add(parent - 1)
+                found.append(parent - 1)
+                parent = int(self._parent[parent - 1])
+        return np.array(found, dtype=np.int64)
+
     def settle(self, entry: int) -> list[int]:
         """``entry`` is sealed: its children are rooted from now on.  Returns them."""
         out = self.children(entry)

@@ -2,7 +2,10 @@
 
     wait ─► queued, for INCOMPLETE_S ──end, or end_early: the oldest first──► looked at ─► given up
               ▲                                                                 │  └─► left alone
-              └──── in the chain of a store that is under way, and early ◄──────┘
+              └──────── in use, and under pressure (end_early) ◄────────────────┘
+
+In use is what is referenced: by a store of the same chain that is under way, be it the one that wants room, which would
+otherwise get the record of its own head for its tail.
 
 Left alone is what is sealed, free or another chunk by now; what is given up already; what somebody writes at the moment
 (it is queued again when that shard is committed); and what has all its shards and only waits for its head.
@@ -58,27 +61,28 @@ class Incomplete:
     def end(self, now: float) -> None:
         """Give up what has waited long enough."""
         while self._queue and self._queue[0][0] <= now:
-            self._end_oldest(now)
+            self._end_oldest(now, spare=False)
 
     def end_early(self, now: float) -> bool:
-        """The same under pressure, until there is some room.  True = something was given up."""
+        """The same for a store that finds no room, until there is some; what is in use is spared, also what is due.
+        True = something was given up."""
         due = now + INCOMPLETE_S - INCOMPLETE_UNDER_PRESSURE_S
         while self._queue and self._queue[0][0] <= due:
-            if self._end_oldest(now):
+            if self._end_oldest(now, spare=True):
                 return True
         return False
 
-    def _end_oldest(self, now: float) -> bool:
-        """Those who began to wait together.  True = something was given up."""
+    def _end_oldest(self, now: float, *, spare: bool) -> bool:
+        """Those who began to wait together; ``spare`` what is in use.  True = something was given up."""
         table = self._table
-        deadline, entries, generations = self._queue.popleft()
+        _, entries, generations = self._queue.popleft()
         given_up = False
         for entry, generation in zip(entries.tolist(), generations.tolist(), strict=True):
             if not table.is_reserved(entry, generation) or self._busy(entry):
                 continue
             if int(table.shard_mask[entry]) == (1 << int(table.shards[entry])) - 1:
                 continue
-            if table.references[entry] and deadline > now:
+            if spare and table.references[entry]:
                 self.wait(np.array([entry], dtype=np.int64), now)
                 continue
             given_up = True

@@ -140,6 +140,29 @@ def test_a_store_never_gives_up_its_own_head_for_its_tail() -> None:
     check(arena)
 
 
+@pytest.mark.parametrize("behind_another", [False, True])
+@pytest.mark.parametrize("good", [False, True])
+def test_a_store_never_gives_up_its_own_head_even_if_that_is_due(behind_another: bool, good: bool) -> None:
+    """A STORE is handled before the deadlines of its round.  The head of its head may be of another chain."""
+    arena = Memory(units=4, capacity=64).arena()
+    ns = namespace(arena, shards=2, shard_bytes=1 << 15)
+    older, own = chain("older", 1), chain("a", 2)
+    resident = np.concatenate((older, own[:1])) if behind_another else own[:1]
+    incomplete = arena.reserve(ns, resident, 0, 0).granted
+    arena.commit(incomplete, 0, ALL[: len(incomplete)], None)
+    others = arena.reserve(ns, chain("b", 4 - len(resident)), 0, 0).granted
+    arena.now += 61.0
+    grant = arena.reserve(ns, own, 0, 0)
+    assert grant.verdicts.tolist() == [PRESENT, FULL]
+    assert grant.chain.tolist() == incomplete[-1:].tolist()
+    arena.commit(grant.granted, 0, np.full(len(grant.granted), good), None)
+    check(arena, writing=Counter(others.tolist()))
+    arena.now += 61.0
+    arena.incomplete.end(arena.now)
+    assert arena.table.used_count == len(others), "what is spared for a store is given up later"
+    check(arena, writing=Counter(others.tolist()))
+
+
 def test_extents_of_a_dead_writer_rest_before_they_are_used_again() -> None:
     arena = Memory(units=1).arena()
     ns = namespace(arena)
