@@ -18,12 +18,13 @@ from kvkeep.bench.common import BenchError, Report
 from kvkeep.bench.l2_plain import prewrite
 
 MIB = 1 << 20
-DATA = 192 * MIB
+DATA = 512 * MIB
+LESS_DATA = 192 * MIB  # of a serde, and through a daemon
 QUICK_DATA = 8 * MIB
 WARM_UP = 2
-SLICE = 16 * MIB  # of a store, in the mover: what an fdatasync of raw_block covers
+SLICE = 32 * MIB  # of a store, in the mover: what an fdatasync of raw_block covers
 SLAB_OF_32_MIB = 1 << 30  # a smaller medium has slabs that such an object does not fit into
-FULL = 8  # times a round's bytes: the limit of an adapter that is measured full
+FULL = 3  # times a round's bytes: the limit of an adapter that is measured full
 OVERWRITE = "plain pwrite, O_DIRECT, written blocks"
 NEW_FILES = "plain pwrite, O_DIRECT, new files"
 READ = "plain pread, O_DIRECT"

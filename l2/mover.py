@@ -42,7 +42,9 @@ from kvkeep.l2.maintenance import Maintenance
 from kvkeep.l2.serde_codec import Codec, NotEncoded
 
 THREADS = 4
-SLICE_BYTES = 16 << 20  # of a store: how long a load may have to wait for one
+SLICE_BYTES = 16 << 20  # of a store: what a load may find in its way
+CALM_SLICE_BYTES = 32 << 20  # when there was no load for CALM_S; an adapter that flushes with each slice does so less
+CALM_S = 1.0
 MAX_ASIDE_S = 2.0  # a store makes at least one slice in this time, however many loads there are
 RETRY_DELAYS_S = (0.05, 0.25)
 STALL_S = 60.0
@@ -87,6 +89,7 @@ class Mover:
         self._running: dict[int, tuple[float, j.AnyJob]] = {}  # by job id: when it started
         self._most_stores = 1
         self._stopping = False
+        self._last_load = float("-inf")  # when one came
         self._maintenance = Maintenance(adapter)
         self._manifests: OrderedDict[bytes, bytes] = OrderedDict()  # by namespace
 
@@ -124,6 +127,8 @@ class Mover:
             if isinstance(job, j.Describe):
                 self._learn(job)
                 continue
+            if isinstance(job, j.Get):
+                self._last_load = time.monotonic()
             with self._changed:
                 self._waiting[_RANK[type(job)]].append(job)
                 self._changed.notify()
@@ -286,7 +291,7 @@ class Mover:
         n = j.chunk_count(job)
         sums = np.frombuffer(job.checksums, "<u8").tolist() or [0] * (n * job.shards)
         items = [Item(*one) for one in zip(_keys(job), self._views(job), sums, strict=True)]
-        per_slice = max(1, SLICE_BYTES // (job.shard_bytes * job.shards)) * job.shards
+        per_slice = max(1, self._slice_bytes() // (job.shard_bytes * job.shards)) * job.shards
         cuts = [*range(0, len(items), per_slice), len(items)]
         self._describe(job.namespace)
         results: list[Result | None] = []
@@ -297,6 +302,10 @@ class Mover:
                 break
             results += self._encoded_store(items[start:end], job.deadline)
         self._answer_results(job, results)
+
+    def _slice_bytes(self) -> int:
+        calm = not self._codec.chain and time.monotonic() > self._last_load + CALM_S
+        return CALM_SLICE_BYTES if calm else SLICE_BYTES
 
     def _describe(self, namespace: bytes) -> None:
         """Objects that are not described are stored all the same."""
