@@ -1,13 +1,20 @@
 """Copies of many bytes, split over threads: one core does not fill the memory's bandwidth.
 
 The helpers of a copy live no longer than it does: whoever asked for it holds the extents, and gives them back when this
-returns or raises.  So it returns or raises only after the last byte, even when a signal interrupts it.
+returns or raises.  So it returns or raises only after the last byte, even when signals interrupt it.
+
+A signal handler may raise after any call of the main thread, also inside `threading`: a `Thread` that was started is
+not known to be, an `Event` or a `Condition` stays locked.  So helpers are started and awaited with single calls of C,
+and what has happened is read from where those leave it:
+
+    nobody ──claim──► "helper": copies, finished, ends
+        └────claim──► "caller": it never begins
 """
 
 from __future__ import annotations
 
+import _thread
 import os
-import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 
@@ -32,43 +39,74 @@ def copy_all(pairs: Sequence[Pair], threads: int = DEFAULT_THREADS) -> None:
             raise ValueError(f"a source of {source.size} bytes for a target of {target.size}")
         total += target.size
     threads = min(threads, _cores()) if total >= SPLIT_BYTES else 1
-    pieces = deque(pairs if threads < 2 else _pieces(pairs))
-    helpers = [_Helper(pieces) for _ in range(threads - 1)]
+    if threads < 2:
+        _copy(deque(pairs))
+    else:
+        _copy_with(threads - 1, deque(_pieces(pairs)))
+
+
+def _copy_with(others: int, pieces: deque[Pair]) -> None:
+    helpers = [_Helper(pieces) for _ in range(others)]
     try:
-        _copy(pieces)
+        try:
+            for helper in helpers:
+                helper.start()
+            _copy(pieces)
+        finally:
+            _finish(helpers, pieces)
     finally:
-        interrupted: BaseException | None = None
-        for helper in helpers:
-            while not helper.ended.is_set():
-                try:
-                    helper.ended.wait()
-                except BaseException as error:  # KeyboardInterrupt: not before the helper is done
-                    pieces.clear()
-                    interrupted = error
-        if interrupted is not None:
-            raise interrupted
+        _finish(helpers, pieces)  # again, for a signal that came just before the first began, or two at once during it
     for helper in helpers:
         if helper.error is not None:
             raise helper.error
 
 
+def _finish(helpers: Sequence[_Helper], pieces: deque[Pair]) -> None:
+    """When this returns, or raises what interrupted it, no helper writes any more, nor ever will."""
+    interrupted: BaseException | None = None
+    while True:
+        try:
+            pieces.clear()
+            for helper in helpers:
+                helper.end()
+            break
+        except BaseException as error:
+            interrupted = error
+    if interrupted is not None:
+        raise interrupted
+
+
 class _Helper:
     def __init__(self, pieces: deque[Pair]) -> None:
-        self.ended = threading.Event()
         self.error: BaseException | None = None
         self._pieces = pieces
+        claims: dict[str, str] = {}
+        self._claim = claims.setdefault  # atomic, and the same answer however often it is asked
+        self._finished = False
+        self._ended = _thread.allocate_lock()
+        self._ended.acquire()
+
+    def start(self) -> None:
         try:
-            threading.Thread(target=self._run, name="kvkeep-copy", daemon=True).start()
-        except RuntimeError:  # no more threads for this process
-            self.ended.set()
+            _thread.start_new_thread(self._run, ())
+        except RuntimeError:  # no more threads for this process: nobody claims it until `end` does
+            pass
+
+    def end(self) -> None:
+        """Wait for its last byte, or see to it that it never begins.  May be interrupted, and called again."""
+        if self._claim("by", "caller") == "helper":
+            while not self._finished:
+                self._ended.acquire()
 
     def _run(self) -> None:
-        try:
-            _copy(self._pieces)
-        except BaseException as error:
-            self.error = error
-        finally:
-            self.ended.set()
+        if self._claim("by", "helper") == "helper":
+            try:
+                _copy(self._pieces)
+            except BaseException as error:
+                self.error = error
+            finally:
+                self._finished = True
+                self._ended.release()
 
 
 def _copy(pieces: deque[Pair]) -> None:
