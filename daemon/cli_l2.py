@@ -128,8 +128,10 @@ def run(source: Source, args: argparse.Namespace, as_json: bool) -> int:
     rows = source.rows()
     chosen = [row for row in rows if args.which in (None, row["name"], row["label"])]
     if not chosen:
-        names = ", ".join(f"{row['name']} ({row['label']})" for row in rows) or "none: the daemon has no --l2-adapter"
-        raise Problem(f"there is no L2 adapter {args.which or ''}: there are {names}".replace("  ", " "), usage=True)
+        if not rows:
+            raise Problem("this daemon has no L2: start it with --l2-adapter to have one", usage=True)
+        names = ", ".join(f"{row['name']} ({row['label']})" for row in rows)
+        raise Problem(f"there is no L2 adapter {args.which!r}; there are {names}", usage=True)
     command = {"ls": _ls, "stat": _stat, "verify": _verify, "compact": _compact}[args.l2]
     return command(source, chosen, args, as_json)
 

@@ -313,5 +313,12 @@ def test_wrong_usage_is_status_2_and_one_line():
         assert len(done.stderr.splitlines()) == 1, done.stderr
 
 
+def test_a_daemon_without_l2_says_so_in_one_sentence(daemon):
+    for argv in (["l2", "stat"], ["l2", "ls", "disk"]):
+        done = kvkeep("--run-dir", str(daemon.run_dir), *argv)
+        assert done.returncode == 2, argv
+        assert done.stderr == "kvkeep: this daemon has no L2: start it with --l2-adapter to have one\n"
+
+
 def test_bench_lists_what_there_is():
     assert kvkeep("bench").returncode == 0
