@@ -6,14 +6,11 @@ control loop, and its reply is sent when the job ends.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
-import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -21,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvkeep.daemon.engine import Engine, Refusal
+from kvkeep.daemon.pins import Pins
 from kvkeep.daemon.sessions import References, Session
 from kvkeep.ipc import messages as m
 from kvkeep.ipc.messages import ErrorCode
@@ -48,12 +46,6 @@ COUNTERS = (
 )
 
 
-@dataclass(eq=False)
-class Pinned:
-    references: References
-    expires: float
-
-
 class Admin:
     def __init__(self, engine: Engine, *, name: str, version: str, admin_uids: tuple[int, ...]) -> None:
         self.engine = engine
@@ -63,8 +55,7 @@ class Admin:
         self.send: Callable[[bytes, bytes, m.AnyReply], None] = lambda *_: None  # for replies that come later
         self.reasons: dict[str, str] = {}  # why health is degraded, by source
         self._admins = {0, os.geteuid(), *admin_uids}
-        self._pins: dict[int, Pinned] = {}
-        self._ids = itertools.count(secrets.randbits(48))
+        self.pins = Pins()
         self._jobs: deque[tuple[bytes, bytes, Iterator[m.AnyReply | None]]] = deque()
         engine.operations.update(
             {
@@ -111,34 +102,25 @@ class Admin:
         entries = self.engine.arena.prefix(namespace, keys[: m.MAX_CHUNKS]).entries
         if not len(entries) or len(np.unique(entries)) != len(entries):
             return m.Pinned(self.engine.epoch, 0, 0)
-        self._leave_room(len(entries) * namespace.extent_bytes)
-        pin = next(self._ids)
-        self._pins[pin] = Pinned(References(self.engine.arena, entries), time.monotonic() + request.ttl_s)
+        nbytes = len(entries) * namespace.extent_bytes
+        self._leave_room(nbytes)
+        pin = self.pins.add(References(self.engine.arena, entries), nbytes, time.monotonic() + request.ttl_s)
         return m.Pinned(self.engine.epoch, pin, len(entries))
 
     def _leave_room(self, more: int) -> None:
-        arena = self.engine.arena
-        pinned = sum(int(arena.table.extent_bytes[p.references.entries].sum()) for p in self._pins.values())
-        if pinned + more > PIN_SHARE * arena.bytes_total:
+        if self.pins.nbytes + more > PIN_SHARE * self.engine.arena.bytes_total:
             raise Refusal(
                 ErrorCode.LIMIT,
-                f"{pinned} bytes are pinned and {more} would be added; at most {PIN_SHARE:.0%} of L1 can be pinned, "
-                "so that loads and stores find room: unpin some, or raise --l1-size-gb",
+                f"{self.pins.nbytes} bytes are pinned and {more} would be added; at most {PIN_SHARE:.0%} of L1 can be "
+                "pinned, so that loads and stores find room: unpin some, or raise --l1-size-gb",
             )
 
     def unpin(self, session: Session, request: m.Unpin, *_: bytes) -> m.AnyReply:
         self._only_admins(session)
-        pinned = self._pins.pop(request.pin, None)
-        if pinned is None:
+        dropped = self.pins.remove(request.pin)
+        if dropped is None:
             raise Refusal(ErrorCode.UNKNOWN_HANDLE, f"pin {request.pin} does not exist (any more)")
-        return m.Ok(self.engine.epoch, pinned.references.trim(0))
-
-    def next_deadline(self) -> float | None:
-        return min((p.expires for p in self._pins.values()), default=None)
-
-    def expire(self, now: float) -> None:
-        for pin in [pin for pin, pinned in self._pins.items() if pinned.expires <= now]:
-            self._pins.pop(pin).references.trim(0)
+        return m.Ok(self.engine.epoch, dropped)
 
     def delete(self, session: Session, request: m.Delete, identity: bytes, request_id: bytes) -> m.AnyReply | None:
         self._only_admins(session)
@@ -304,8 +286,7 @@ class Admin:
         if self.l2 is not None:
             self.l2.hold(references, writing)
         generation = self.engine.arena.table.generation
-        for pinned in self._pins.values():
-            held = pinned.references
+        for held in self.pins.held():
             references.update(held.entries[generation[held.entries] == held.generations].tolist())
         references.update(self.inherited())
         try:
@@ -334,7 +315,7 @@ class Admin:
         now = time.monotonic()
         held = sum(s.references for s in sessions)
         held += sum(len(h.references) for h in engine.lookups.values() if h.owner is None)
-        held += sum(len(p.references) for p in self._pins.values())
+        held += sum(map(len, self.pins.held()))
         if self.l2 is not None:
             held += self.l2.references
         if self.inherited_references is not None:

@@ -158,7 +158,7 @@ class Control:
         candidates = [
             publish,
             self.engine.waiting.next_deadline(),
-            self.admin.next_deadline(),
+            self.admin.pins.next_end(),
             self.listener.next_deadline(),
             self.rpc.next_deadline(),
             self.arena.resting.next_end(),
@@ -171,7 +171,7 @@ class Control:
 
     def _expire(self, now: float) -> None:
         self.engine.waiting.expire(now)
-        self.admin.expire(now)
+        self.admin.pins.end(now)
         self.listener.expire(now)
         self.rpc.expire(now)
         self.arena.resting.end_quarantine(self.arena.now)
