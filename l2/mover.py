@@ -83,7 +83,8 @@ class Mover:
         self._channel = channel
         self._data = memoryview(mmap.mmap(data_fd, data_bytes))
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
+        self._changed = threading.Condition(self._lock)  # for workers: a job waits, or one has ended
+        self._calmer = threading.Condition(self._lock)  # for stores that step aside: a job has ended
         self._sending = threading.Lock()
         self._waiting: tuple[deque[j.AnyJob], ...] = tuple(deque() for _ in range(5))
         self._running: dict[int, tuple[float, j.AnyJob]] = {}  # by job id: when it started
@@ -152,6 +153,7 @@ class Mover:
             for waiting in self._waiting:
                 waiting.clear()
             self._changed.notify_all()
+            self._calmer.notify_all()
         for job in given_back:
             self._answer(job, [Code.STOPPING] * j.chunk_count(job))
         with self._changed:
@@ -206,6 +208,7 @@ class Mover:
                 )
                 del self._running[job.id]
                 self._changed.notify_all()
+                self._calmer.notify_all()
 
     def _next(self) -> j.AnyJob | None:
         with self._changed:
@@ -343,10 +346,8 @@ class Mover:
 
     def _step_aside(self, deadline: float) -> None:
         until = min(deadline, time.monotonic() + MAX_ASIDE_S)
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._stopping or not self._loads_about(), max(0.0, until - time.monotonic())
-            )
+        with self._calmer:
+            self._calmer.wait_for(lambda: self._stopping or not self._loads_about(), max(0.0, until - time.monotonic()))
 
     def _persist(self, call: Callable[[list[Any]], list[R]], items: list[Any], deadline: float) -> list[R]:
         """The adapter's batch call; what failed by a fault of the medium is tried again."""

@@ -1,10 +1,11 @@
 """An adapter of one's own, as a third party would write it, that tells in a file what it is asked to do.
 
     {"type": "plugin", "module_path": "tests.l2.slow_adapter", "class_name": "SlowAdapter", "folder": "...",
-     "store_s": 0.0, "load_s": 0.0}
+     "store_s": 0.0, "load_s": 0.0, "mover": {"MAX_ASIDE_S": 9}}
 
 While the folder holds a file `fail`, every call says IO_ERROR; while it holds `raise`, every call raises; with
-`refuse`, `open` does.  Objects are files of the payload alone: this is no example for a medium.
+`refuse`, `open` does; with `hold`, loads wait.  ``mover``: other constants for the mover that it runs in.
+Objects are files of the payload alone: this is no example for a medium.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from kvkeep.l2 import mover
 from kvkeep.l2.adapter import MISS, OK, Adapter, AdapterError, Item, Key, Listing, Outcome, Result, Usage
 
 
@@ -25,6 +27,8 @@ class SlowAdapter(Adapter):
         self._folder = Path(str(config["folder"]))
         self._store_s = float(str(config.get("store_s", 0)))
         self._load_s = float(str(config.get("load_s", 0)))
+        for name, value in dict(config.get("mover", {})).items():  # type: ignore[call-overload]
+            setattr(mover, name, value)
 
     def _said(self, name: str) -> bool:
         return (self._folder / name).exists()
@@ -60,6 +64,8 @@ class SlowAdapter(Adapter):
         if not self._tell("load", [key for key, _ in items]):
             return [Result(Outcome.IO_ERROR, 5, "as asked")] * len(items)
         time.sleep(self._load_s)
+        while self._said("hold"):
+            time.sleep(0.01)
         results = []
         for key, view in items:
             try:

@@ -7,12 +7,14 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from kvkeep.daemon import movers
 from kvkeep.daemon.breaker import Circuit
 from kvkeep.daemon.movers import MANAGE_JOBS, Mover, Phase
 from kvkeep.l2 import jobs as j
@@ -21,6 +23,7 @@ from kvkeep.l2.maintenance import Step, What
 
 SIZE = 4096
 ARENA = 16 << 20
+SLICED = {"SLICE_BYTES": SIZE, "CALM_SLICE_BYTES": SIZE, "MAX_ASIDE_S": 60.0}  # a chunk a slice
 ROOT = str(Path(__file__).parents[2])
 
 
@@ -87,6 +90,9 @@ class Bench:
         path = self.folder / "log"
         return path.read_text().splitlines() if path.exists() else []
 
+    def began(self, what: str, chunk: int) -> bool:
+        return f"{what} {chunk.to_bytes(32, 'little').hex()} 0" in self.log()
+
     def close(self) -> None:
         self.mover.stop(time.monotonic() + 5)
         self.mover.close()
@@ -139,6 +145,36 @@ def test_loads_go_before_stores_and_one_thread_never_stores(bench: Callable[...,
     b.get("get", [100])
     order = [name for name, _ in (b.answered(7) and b.answers)]
     assert order[0] == "get", "while one store runs and five wait, the other thread loads"
+
+
+def test_a_store_that_steps_aside_takes_no_wakeup_of_an_idle_thread(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who is woken by a job is a matter of luck, so this is tried often; and the end of any job wakes everybody."""
+    monkeypatch.setattr(movers, "MEASURE_S", 1e6)
+    b = bench(threads=6, mover=SLICED)
+    b.serving()
+    for first in range(0, 400, 100):
+        _loads_beside_a_store_that_steps_aside(b, first)
+
+
+def _loads_beside_a_store_that_steps_aside(b: Bench, first: int) -> None:
+    b.answers.clear()
+    (b.folder / "hold").touch()
+    b.get("held", [first])
+    b.pump(lambda: b.began("load", first))
+    b.put("put", [first + 1, first + 2])
+    b.pump(lambda: b.began("store", first + 1))
+    for n in range(3):
+        b.find(f"found {n}", [first])
+    b.answered(3)
+    for at in range(first + 10, first + 14):  # a thread for each
+        b.get(f"got {at}", [at])
+        b.pump(partial(b.began, "load", at))
+    assert not b.began("store", first + 2), "it steps aside"
+    (b.folder / "hold").unlink()
+    b.answered(9)
+    assert b.began("store", first + 2)
 
 
 def test_a_fault_is_tried_again_and_then_reported(bench: Callable[..., Bench]) -> None:
