@@ -191,8 +191,8 @@ def _check_adapter(config: dict[str, Any]) -> None:
     from kvkeep.l2.adapter import AdapterError
 
     threads = config.pop("threads", 4)
-    if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= 64:
-        raise ValueError(f"'threads' is {threads!r}: give 1 to 64")
+    if isinstance(threads, bool) or not isinstance(threads, int) or not 2 <= threads <= 64:
+        raise ValueError(f"'threads' is {threads!r}: give 2 to 64, one of which is for loads only")
     kind = config.get("type")
     try:
         serde.check(config)

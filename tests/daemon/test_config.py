@@ -203,7 +203,7 @@ def test_adapters_are_given_one_a_flag_and_kept_in_order(tmp_path):
         ('"fs"', "not an object"),
         ('{"type": "fss"}', "there is no L2 adapter 'fss'"),
         ('{"type": "fs"}', "base_path"),
-        ('{"type": "mock", "threads": 0}', "'threads' is 0: give 1 to 64"),
+        ('{"type": "mock", "threads": 1}', "'threads' is 1: give 2 to 64, one of which is for loads only"),
         ('{"type": "mock", "thread": 3}', "thread"),
     ],
 )
