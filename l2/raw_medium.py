@@ -1,10 +1,11 @@
 """Getting hold of the file or device: ownership, size, alignment, what is on it, how it can be used.
 
-    claim ──► size, alignment ──► superblock found, or made (only where nothing of others lies) ──► probe
+    open or make ──► lock ──► size, alignment ──► superblock found, or made (where nothing of others lies) ──► probe
 
 One process owns a medium: flock on the open file, and on a device an exclusive open besides, which also keeps out a
-mounted file system.  A medium that holds anything that is not ours is refused, unless the configuration says "format".
-"format" never wipes a medium of ours that can be used.
+mounted file system.  Nothing is done to it before it is locked, also not to a file just made; who waited for the lock
+looks whether the path still leads to that file.  A medium that holds anything that is not ours is refused, unless the
+configuration says "format".  "format" never wipes a medium of ours that can be used.
 
 O_DIRECT is proven by a real write and read of the probe block, since some file systems accept it at open and refuse it
 at the first write.
@@ -58,15 +59,14 @@ class Medium(NamedTuple):
 
 def claim(path: str, size: int, direct_io: str, reformat: bool) -> Medium:
     """Open and own the medium.  ``size`` 0 = as it is.  AdapterError says what stands in the way."""
-    fd, created = _open(path, size)
+    fd, made = _own(path, size)
     try:
-        _lock(fd, path)
         is_device = stat.S_ISBLK(os.fstat(fd).st_mode)
         actual = _size(fd, is_device)
-        if not created and size > actual and not is_device and _is_blank(fd, actual):
-            os.posix_fallocate(fd, 0, size)  # somebody was killed while making it
+        if size > actual and not is_device and _is_blank(fd, actual):  # new, or its maker was killed
+            _allocate(fd, path, size)
             actual = size
-        if not created and size and not is_device and actual != size:
+        if size and not is_device and actual != size:
             raise AdapterError(
                 f"raw_block file {path} has {actual} bytes and size_gb asks for {size}: set size_gb to "
                 f"{actual / (1 << 30):.6g}, or delete the file to lose its content and start with the new size"
@@ -80,7 +80,7 @@ def claim(path: str, size: int, direct_io: str, reformat: bool) -> Medium:
         if actual < MIN_BYTES:
             raise AdapterError(f"raw_block {path} has {actual} bytes, the least is {MIN_BYTES}: make it larger")
         memory_alignment, block = _alignment(fd, is_device)
-        geometry, formatted, notes = _superblock(fd, path, actual, block, created, reformat)
+        geometry, formatted, notes = _superblock(fd, path, actual, block, reformat)
         if geometry.block < block:
             raise AdapterError(
                 f"raw_block {path} was formatted with blocks of {geometry.block} bytes, but the device now wants "
@@ -92,17 +92,43 @@ def claim(path: str, size: int, direct_io: str, reformat: bool) -> Medium:
             tuple(n for n in (*notes, note) if n),
         )  # fmt: skip
     except OSError as error:
-        _let_go(fd, path, created)
+        _let_go(fd, path, made)
         raise AdapterError(f"raw_block {path} cannot be used: {os.strerror(error.errno or errno.EIO)}") from error
     except BaseException:
-        _let_go(fd, path, created)
+        _let_go(fd, path, made)
         raise
 
 
-def _let_go(fd: int, path: str, created: bool) -> None:
-    if created:
+def _let_go(fd: int, path: str, made: bool) -> None:
+    if made and _is_at(fd, path):
         os.unlink(path)
     os.close(fd)
+
+
+def _own(path: str, size: int) -> tuple[int, bool]:
+    """The medium, open and locked.  True = a new file, still empty, so nobody's loss if this comes to nothing."""
+    until = time.monotonic() + _LOCK_WAIT_S
+    while True:
+        fd, created = _open(path, size)
+        try:
+            _lock(fd, path, until)
+            is_file = stat.S_ISREG(os.fstat(fd).st_mode)
+            if not is_file or _is_at(fd, path):
+                return fd, created and not os.fstat(fd).st_size
+            if time.monotonic() > until:
+                raise AdapterError(f"raw_block {path} is replaced again and again: give each process its own path")
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)  # who had it before us has removed it
+
+
+def _is_at(fd: int, path: str) -> bool:
+    """The path leads to this open file."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except OSError:
+        return False
 
 
 def _open(path: str, size: int) -> tuple[int, bool]:
@@ -119,7 +145,7 @@ def _open(path: str, size: int) -> tuple[int, bool]:
             raise AdapterError(f"raw_block file {path} does not exist: set size_gb, and it will be made") from None
         if size < MIN_BYTES:
             raise AdapterError(f"raw_block size_gb asks for {size} bytes, the least is {MIN_BYTES}") from None
-        return _create(path, size), True
+        return _make(path, flags)
     except OSError as error:
         if error.errno == errno.EBUSY:
             raise AdapterError(f"raw_block device {path} is in use (mounted, or another process owns it)") from error
@@ -137,25 +163,28 @@ def _open_device(path: str, flags: int) -> int:
             time.sleep(0.02)
 
 
-def _create(path: str, size: int) -> int:
+def _make(path: str, flags: int) -> tuple[int, bool]:
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            return os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600), True
+        except FileExistsError:
+            return os.open(path, flags), False  # another process has just made it
     except OSError as error:
         raise AdapterError(f"raw_block file {path} cannot be made: {os.strerror(error.errno or 0)}") from error
+
+
+def _allocate(fd: int, path: str, size: int) -> None:
     try:
         os.posix_fallocate(fd, 0, size)
     except OSError as error:
-        _let_go(fd, path, True)
         free = os.statvfs(os.path.dirname(os.path.abspath(path)))
         raise AdapterError(
             f"raw_block file {path} cannot get its {size} bytes ({os.strerror(error.errno or 0)}); "
             f"{free.f_bavail * free.f_frsize} are free: set a smaller size_gb"
         ) from error
-    return fd
 
 
-def _lock(fd: int, path: str) -> None:
-    until = time.monotonic() + _LOCK_WAIT_S
+def _lock(fd: int, path: str, until: float) -> None:
     while True:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -194,29 +223,26 @@ def _alignment(fd: int, is_device: bool) -> tuple[int, int]:
     return memory, max(MIN_BLOCK, offset)
 
 
-def _superblock(
-    fd: int, path: str, size: int, block: int, created: bool, reformat: bool
-) -> tuple[Geometry, bool, list[str]]:
+def _superblock(fd: int, path: str, size: int, block: int, reformat: bool) -> tuple[Geometry, bool, list[str]]:
     problem = ""
-    if not created:
-        for at in (0, SECOND_COPY):
-            try:
-                geometry = Geometry.unpack(os.pread(fd, MIN_BLOCK, at))
-            except SuperblockError as error:
-                problem = f"raw_block {path} {error}"
-                continue
-            if geometry is None:
-                continue
-            if geometry.size > size:
-                problem = f"raw_block {path} was formatted with {geometry.size} bytes and has {size} now"
-                continue
-            if at:
-                _write_superblock(fd, geometry)
-                return geometry, False, [f"raw_block {path}: first superblock restored from the second"]
-            return geometry, False, []
-        found = problem or _foreign(fd, path, size)
-        if found and not reformat:
-            raise AdapterError(f'{found}: choose another path, or set "format": true to lose everything on it')
+    for at in (0, SECOND_COPY):
+        try:
+            geometry = Geometry.unpack(os.pread(fd, MIN_BLOCK, at))
+        except SuperblockError as error:
+            problem = f"raw_block {path} {error}"
+            continue
+        if geometry is None:
+            continue
+        if geometry.size > size:
+            problem = f"raw_block {path} was formatted with {geometry.size} bytes and has {size} now"
+            continue
+        if at:
+            _write_superblock(fd, geometry)
+            return geometry, False, [f"raw_block {path}: first superblock restored from the second"]
+        return geometry, False, []
+    found = problem or _foreign(fd, path, size)
+    if found and not reformat:
+        raise AdapterError(f'{found}: choose another path, or set "format": true to lose everything on it')
     geometry = Geometry.plan(size, block)
     if geometry.slabs < 1:
         raise AdapterError(f"raw_block {path} has {size} bytes, too few for one slab: make it larger")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import subprocess
@@ -96,6 +97,87 @@ def test_a_file_whose_making_was_interrupted_is_finished(path: Path) -> None:
 def test_a_made_file_is_private(path: Path) -> None:
     done(opened(path))
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_file_being_made_has_an_owner_from_the_first_byte(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the file system cannot reserve room at once, it takes minutes to make a large one."""
+    refused: list[str] = []
+
+    def slow(fd: int, at: int, size: int) -> None:
+        with pytest.raises(AdapterError, match="another process") as error:
+            opened(path)
+        refused.append(str(error.value))
+        os.truncate(path, size)
+
+    monkeypatch.setattr(raw_medium, "_LOCK_WAIT_S", 0.1)
+    monkeypatch.setattr(raw_medium.os, "posix_fallocate", slow)
+    adapter = opened(path)
+    assert len(refused) == 1
+    assert path.exists()
+    assert put(adapter, key(1)) == [Outcome.OK]
+    done(adapter)
+    adapter = opened(path)
+    assert get(adapter, key(1)) == [Outcome.OK]
+    done(adapter)
+
+
+@pytest.mark.parametrize("still_open", [True, False])
+def test_who_made_a_file_and_lost_it_to_another_does_it_no_harm(
+    path: Path, monkeypatch: pytest.MonkeyPatch, still_open: bool
+) -> None:
+    """Between making it and locking it."""
+    lock, others = fcntl.flock, list[RawBlockAdapter]()
+
+    def flock(fd: int, how: int) -> None:
+        monkeypatch.setattr(raw_medium.fcntl, "flock", lock)
+        others.append(opened(path))
+        assert put(others[0], key(1)) == [Outcome.OK]
+        if not still_open:
+            done(others[0])
+        lock(fd, how)
+
+    monkeypatch.setattr(raw_medium, "_LOCK_WAIT_S", 0.1)
+    monkeypatch.setattr(raw_medium.fcntl, "flock", flock)
+    if still_open:
+        with pytest.raises(AdapterError, match="another process"):
+            opened(path)
+        done(others[0])
+    else:
+        done(opened(path))
+    adapter = opened(path)
+    assert get(adapter, key(1)) == [Outcome.OK]
+    done(adapter)
+
+
+def test_who_waited_for_a_file_whose_maker_gave_up_makes_it_anew(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fallocate, lock, waits = os.posix_fallocate, fcntl.flock, threading.Event()
+    adapters: list[RawBlockAdapter] = []
+    waiter = threading.Thread(target=lambda: adapters.append(opened(path)))
+
+    def full(fd: int, at: int, size: int) -> None:
+        monkeypatch.setattr(raw_medium.os, "posix_fallocate", fallocate)
+        waiter.start()
+        assert waits.wait(30)
+        raise OSError(errno.ENOSPC, "as asked")
+
+    def flock(fd: int, how: int) -> None:
+        try:
+            lock(fd, how)
+        except BlockingIOError:
+            waits.set()
+            raise
+
+    monkeypatch.setattr(raw_medium, "_LOCK_WAIT_S", 30)
+    monkeypatch.setattr(raw_medium.os, "posix_fallocate", full)
+    monkeypatch.setattr(raw_medium.fcntl, "flock", flock)
+    with pytest.raises(AdapterError, match="set a smaller size_gb"):
+        opened(path)
+    waiter.join()
+    assert put(adapters[0], key(1)) == [Outcome.OK]
+    done(adapters[0])
+    adapter = opened(path)
+    assert get(adapter, key(1)) == [Outcome.OK]
+    done(adapter)
 
 
 @pytest.mark.parametrize(
