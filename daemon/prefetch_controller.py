@@ -34,8 +34,7 @@ from kvkeep.daemon.waiting import Waiting
 from kvkeep.l2 import jobs as j
 from kvkeep.l2.jobs import Code
 from kvkeep.shm import trace
-from kvkeep.shm.arena import ALL_SHARDS, FULL, GRANTED, ORPHAN, Arena
-from kvkeep.shm.layout import State
+from kvkeep.shm.arena import ALL_SHARDS, FULL, GRANTED, ORPHAN, Arena, Part
 from kvkeep.shm.namespaces import Namespace
 
 I64 = npt.NDArray[np.int64]
@@ -179,22 +178,22 @@ class PrefetchController:
     def next_deadline(self) -> float | None:
         return min((task.deadline for task in self._active), default=None)
 
-    def split(self, sealed: list[I64]) -> list[I64]:
+    def split(self, sealed: list[Part]) -> list[Part]:
         """Of what was sealed: let the policy decide about what was loaded; returns the rest."""
-        stored: list[I64] = []
-        for entries in sealed:
-            generation = self.arena.table.generation[entries]
-            loaded = self._loaded_under[entries] == generation
+        stored: list[Part] = []
+        for part in sealed:
+            entries = part.entries
+            loaded = self._loaded_under[entries] == part.generations
             if not loaded.any():
-                stored.append(entries)
+                stored.append(part)
                 continue
-            mine = entries[loaded & (self.arena.table.state[entries] == State.SEALED)]
+            mine = entries[loaded & self.arena.still_sealed(part)]
             going = mine[~self._kept(mine)] if len(mine) else mine
             if len(going):
                 # Nobody took them up in time: they stay for the next who asks, where eviction can make room for others.
                 self.arena.pass_on(going, at_once=not self.arena.orders.evicts)
             if not loaded.all():
-                stored.append(entries[~loaded])
+                stored.append(part._replace(entries=entries[~loaded], generations=part.generations[~loaded]))
         return stored
 
     def _kept(self, entries: I64) -> npt.NDArray[np.bool_]:

@@ -4,10 +4,11 @@
                                 ^        │ full: the oldest is shed and counted
                    rescan ──────┘        ▼
 
-A queue holds no references: an entry that is evicted before its turn is skipped. Only Put jobs hold some, and no
-more than ``cap`` bytes together. Every entry's record says in its ``tiers`` which adapters need not be given it any
-more, so what is still to be done can be found in the entry table at any time: after a restart, after an adapter was
-away, after something was shed, the table is rescanned in small steps while the queue has room.
+A queue holds no references: an entry that is evicted before its turn is skipped, whatever is in its place by then.
+Only Put jobs hold some, and no more than ``cap`` bytes together.  Every entry's record says in its ``tiers`` which
+adapters need not be given it any more, so what is still to be done can be found in the entry table at any time: after a
+restart, after an adapter was away, after something was shed, the table is rescanned in small steps while the queue has
+room.
 
 The store policy (l2_policies.py) says which entries an adapter is given; what it is not to be given counts as given.
 One that ``buffers`` makes L1 a buffer: an entry leaves it once every adapter that serves has it and its last reader is
@@ -22,7 +23,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,11 +33,10 @@ from kvkeep.daemon.sessions import References
 from kvkeep.l2 import jobs as j
 from kvkeep.l2.jobs import Code
 from kvkeep.shm import trace
-from kvkeep.shm.arena import Arena
+from kvkeep.shm.arena import Arena, Part
 from kvkeep.shm.layout import CHECKSUM_SHARDS, State
 
 I64 = npt.NDArray[np.int64]
-U32 = npt.NDArray[np.uint32]
 
 PUTS = 4  # open Put jobs per adapter
 PUT_DEADLINE_S = 30.0
@@ -47,18 +46,6 @@ RETRY_S = 10.0  # after this, what a medium refused is given to it again: a full
 _NONE: I64 = np.empty(0, dtype=np.int64)
 
 log = logging.getLogger("kvkeep.store")
-
-
-class Part(NamedTuple):
-    """Entries of one namespace, with the generations they had when they were queued."""
-
-    entries: I64
-    generations: U32
-    extent: int
-    namespace: int  # of these entries for as long as they have these generations
-
-    def cut(self, start: int, end: int | None = None) -> Part:
-        return self._replace(entries=self.entries[start:end], generations=self.generations[start:end])
 
 
 @dataclass(eq=False)
@@ -130,21 +117,15 @@ class StoreController:
 
     # ---- the loop ----------------------------------------------------------------------------------------------------
 
-    def take_fresh(self, sealed: list[I64]) -> None:
-        """Entries that were sealed since the last round and were not loaded from L2."""
-        for entries in sealed:
-            part = self._part(entries)
+    def take_fresh(self, sealed: list[Part]) -> None:
+        """What was sealed since the last round and was not loaded from L2."""
+        for part in sealed:
             for feed in self._feeds:
                 if feed.mover.available:
                     feed.queue.push(part)
                     self._shed(feed)
                 else:
                     feed.scan_wanted = True
-
-    def _part(self, entries: I64) -> Part:
-        table = self.arena.table
-        first = entries[0]
-        return Part(entries, table.generation[entries], int(table.extent_bytes[first]), int(table.namespace[first]))
 
     def step(self, now: float) -> bool:
         """One bounded piece of work.  True = there is more to do at once."""
@@ -224,7 +205,7 @@ class StoreController:
         for namespace in np.unique(table.namespace[missing]):
             mine = self._allowed(feed.mover, missing[table.namespace[missing] == namespace])
             if len(mine):
-                feed.queue.push(self._part(mine))
+                feed.queue.push(self.arena.part(mine))
         self._shed(feed)
         feed.scan_at += SCAN_STEP
         if feed.scan_at >= table.ever_used:
@@ -278,7 +259,7 @@ class StoreController:
                 break
             part = feed.queue.pop(most - count)
             entries = part.entries
-            live = (table.state[entries] == State.SEALED) & (table.generation[entries] == part.generations)
+            live = self.arena.still_sealed(part)
             self.counters["l2_stores_too_late"] += len(live) - int(live.sum())  # it left L1 before its turn
             entries = self._allowed(feed.mover, entries[live & (table.tiers[entries] & bit == 0)])
             if self._selects and len(entries):
@@ -297,6 +278,8 @@ class StoreController:
         table = self.arena.table
         namespace = self.arena.namespaces.get(int(table.namespace[entries[0]]))
         assert namespace is not None  # it has entries
+        if (table.namespace[entries] != namespace.id).any():
+            raise AssertionError("stores: a Put of entries of several namespaces")
         held = References(self.arena, entries)
         shards = namespace.shards
         sums = b""

@@ -37,6 +37,7 @@ from kvkeep.shm.table import EntryTable
 
 I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
+U32 = npt.NDArray[np.uint32]
 U8 = npt.NDArray[np.uint8]
 
 EVICT_STEP = 128  # entries per background step, well under a millisecond
@@ -72,6 +73,18 @@ class Grant(NamedTuple):
     missing: int  # position of the first absent head before start, -1 = none
 
 
+class Part(NamedTuple):
+    """Entries of one namespace, as they are now; later, those of them that still have these generations."""
+
+    entries: I64
+    generations: U32
+    namespace: int  # id
+    extent: int  # bytes of each
+
+    def cut(self, start: int, end: int | None = None) -> Part:
+        return self._replace(entries=self.entries[start:end], generations=self.generations[start:end])
+
+
 class Arena:
     def __init__(
         self,
@@ -98,9 +111,10 @@ class Arena:
         self.entries_of: Counter[int] = Counter()  # per namespace, RESERVED included
         self.watch: set[int] = set()  # entries whose next seal or free goes to `settled`
         self.settled: list[int] = []
-        self.fresh: list[I64] | None = None  # what was sealed, for whoever makes this a list and empties it
+        self.fresh: list[Part] | None = None  # what was sealed, for whoever makes this a list and empties it
         self.keeps_heads = True  # False: L1 is a mere buffer, a tail may be stored whose head has left it
         self.bytes_reserved = 0
+        self.references_owned = 0  # counted by the owners' account, see daemon/sessions.py
         self.reserving = True  # memory is still being made ready: wait for it rather than evict
         self.bytes_total = slabs.units * slabs.slab_bytes
         self.now = 0.0  # set by the loop: time.monotonic() of the current round
@@ -129,6 +143,18 @@ class Arena:
         blocked = n < len(keys) and there[n] and int(state[n]) == State.RESERVED
         blocked = blocked and not self._doomed[found.entries[n]]  # nobody waits for what is given up
         return Prefix(found.entries[:n], int(found.entries[n]) if blocked else -1)
+
+    def part(self, entries: I64) -> Part:
+        """These entries, all of one namespace and at least one, as they are now."""
+        table, first = self.table, entries[0]
+        return Part(entries, table.generation[entries], int(table.namespace[first]), int(table.extent_bytes[first]))
+
+    def still_sealed(self, part: Part) -> npt.NDArray[np.bool_]:
+        """Which of them are there, and still what they were."""
+        table, entries = self.table, part.entries
+        sealed = table.state[entries] == State.SEALED
+        result: npt.NDArray[np.bool_] = sealed & (table.generation[entries] == part.generations)
+        return result
 
     def touch(self, namespace: Namespace, chain: I64, *, read: bool = True) -> None:
         """Entries of one chain, root first, become the most recent ones.  ``read``: found, as opposed to stored."""
@@ -401,7 +427,7 @@ class Arena:
         if trace.on(log):
             trace.chunks(log, "sealed", self.table.keys[entries])
         if self.fresh is not None:
-            self.fresh.append(entries)
+            self.fresh.append(self.part(entries))  # by the end of the round some may be another namespace's
         self.bytes_reserved -= int(self.table.extent_bytes[entries[0]]) * len(entries)
         self._notice(entries)
 

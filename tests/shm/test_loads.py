@@ -136,7 +136,7 @@ def test_what_was_sealed_is_listed_once_somebody_listens(seed: int) -> None:
         for shard in rng.choice([(0, 1), (1, 0), (0,), (ALL_SHARDS,)]):
             grant = arena.reserve(ns, chain(i, n), 0, shard)
             arena.commit(grant.granted, shard, GOOD[: len(grant.granted)], None)
-    listed = sorted(int(e) for part in arena.fresh for e in part)
+    listed = sorted(int(e) for part in arena.fresh for e in part.entries)
     sealed = np.flatnonzero(arena.table.state == State.SEALED).tolist()
     assert listed == sealed
     check(arena)
