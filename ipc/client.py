@@ -78,17 +78,20 @@ class Client:
         if copy_threads < 1:
             raise ValueError(f"copy_threads is {copy_threads}; the caller's own thread is the first, so at least 1")
         session = Session(Options(run_dir, name, arena, copy_threads))
-        session.start()
-        client = cls(session, checksums=checksums)
-        if wait and not session.wait_attached(deadline_s):
-            client.close()
+        try:
+            session.start()
+            client = cls(session, checksums=checksums)
+            if not wait or session.wait_attached(deadline_s):
+                return client
             if session.refused is not None:
                 raise AttachRefused(session.refused.code, session.refused.message)
             raise Unavailable(
                 f"no daemon let us in at {session.where()} within {deadline_s:g} s ({session.last_error}); "
                 "start kvkeepd, or say where it runs with run_dir or KVKEEP_RUN_DIR"
             )
-        return client
+        except BaseException:
+            session.close()
+            raise
 
     @property
     def attached(self) -> bool:
@@ -136,7 +139,8 @@ class Client:
 
     def close(self) -> None:
         """Detach: the daemon drops all references and reservations of this client.  Views stay readable."""
-        self._finalizer()
+        self._session.close()
+        self._finalizer.detach()
 
     def __enter__(self) -> Client:
         return self

@@ -12,14 +12,12 @@ guard after `revoke` may read bytes that are no longer the chunk's, or write int
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import mmap
 import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -36,6 +34,7 @@ POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 POPULATE_STEP = 64 << 20
 POPULATE_RETRY_S = 0.2
 POPULATE_PATIENCE_S = 60.0
+IDLE_POLL_S = 0.002
 
 
 class ArenaError(Exception):
@@ -43,43 +42,57 @@ class ArenaError(Exception):
 
 
 class Guard:
-    """Counts running copies.  `enter` says no after `revoke`; that is a copy's last chance to not begin."""
+    """Knows the running copies, each a `Copying`.  None begins after `revoke`.
+
+    No lock, nothing to wait on: a signal handler that raises would leave it locked, and an interrupted copy counted for
+    ever.  A copy is noted first and asks `revoked` then; `wait_idle` asks in the other order.
+    """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition(threading.Lock())
-        self._running = 0
+        self.running: set[int] = set()  # ids of copies
         self.revoked = False
 
-    def enter(self) -> bool:
-        with self._changed:
-            if self.revoked:
-                return False
-            self._running += 1
-            return True
-
-    def leave(self) -> None:
-        with self._changed:
-            self._running -= 1
-            if not self._running:
-                self._changed.notify_all()
-
-    @contextlib.contextmanager
-    def copying(self) -> Iterator[bool]:
+    def copying(self) -> Copying:
         """``with guard.copying() as allowed: if allowed: copy``."""
-        allowed = self.enter()
-        try:
-            yield allowed
-        finally:
-            if allowed:
-                self.leave()
+        return Copying(self)
 
     def revoke(self) -> None:
-        with self._changed:
-            self.revoked = True
+        self.revoked = True
 
     def wait_idle(self, timeout_s: float) -> bool:
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._running, timeout_s)
+        until = time.monotonic() + timeout_s
+        while self.running:
+            if time.monotonic() >= until:
+                return False
+            time.sleep(IDLE_POLL_S)
+        return True
+
+
+class Copying:
+    """One copy, or one after the other.  Entering is its last chance to not begin."""
+
+    __slots__ = ("_guard",)
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+
+    def __enter__(self) -> bool:
+        running = self._guard.running
+        try:
+            running.add(id(self))
+            if not self._guard.revoked:
+                return True
+        except BaseException:
+            running.discard(id(self))
+            raise
+        running.discard(id(self))
+        return False
+
+    def __exit__(self, *_: object) -> None:
+        self._guard.running.discard(id(self))
+
+    def __del__(self) -> None:  # an interrupt between entering and the block, if an ExitStack entered for it
+        self._guard.running.discard(id(self))
 
 
 class Arena:

@@ -42,6 +42,7 @@ RESTART_BACKOFF_S = 0.1
 REFUSED_BACKOFF_S = 10.0  # version, denied: nothing that passes by itself soon
 REGISTER_S = 10.0  # in the background; the daemon's end cuts it short
 SWEEP_S = 0.1
+ATTACH_POLL_S = 0.001
 CLOSE_S = 0.4
 STABLE_S = 0.2  # an attachment that lived shorter does not reset the backoff
 
@@ -67,7 +68,7 @@ class Session:
         self.eventfd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.counters = dict.fromkeys(COUNTERS, 0)
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._changed = threading.Condition()
+        self._publishing = threading.Lock()
         self.returns = Returns(self._wake_fd, self.counters)
         self._channels: list[Channel] = []
         self._local = threading.local()
@@ -78,8 +79,9 @@ class Session:
 
     def wait_attached(self, deadline_s: float) -> bool:
         """False: not attached within the deadline, or refused for good (`refused`)."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.attachment is not None or self.refused is not None, deadline_s)
+        until = time.monotonic() + deadline_s
+        while self.attachment is None and self.refused is None and time.monotonic() < until:
+            time.sleep(ATTACH_POLL_S)  # a Condition may stay locked when a signal interrupts it
         return self.attachment is not None
 
     @property
@@ -98,7 +100,7 @@ class Session:
 
     def adopt(self, fresh: Namespace) -> tuple[Namespace, Attachment | None]:
         """The one object for this identity, and the attachment that does not know it yet, if there is one."""
-        with self._changed:  # against the moment between registering all and publishing
+        with self._publishing:  # against the moment between registering all and publishing
             return self.namespaces.setdefault(fresh.digest, fresh), self.attachment
 
     def register_later(self) -> None:
@@ -188,8 +190,9 @@ class Session:
             os.eventfd_write(self._wake_fd, 1)
 
     def close(self) -> None:
-        """Detach.  Returns in half a second at most; a copy that still runs keeps the lease until it ends."""
-        if os.getpid() != self.pid or self.closing:
+        """Detach.  Returns in half a second at most; a copy that still runs keeps the lease until it ends.  May be
+        called again, as it must be if a signal interrupted it."""
+        if os.getpid() != self.pid:
             return
         self.closing = self.returns.closed = True
         attachment = self.attachment
@@ -251,9 +254,7 @@ class Session:
     def _tell_refused(self, error: AttachRefused) -> None:
         if self.refused is None or self.refused.message != error.message:
             log.error("no KV cache: the daemon at %s refused this client: %s", self.where(), error)
-        with self._changed:
-            self.refused = error
-            self._changed.notify_all()
+        self.refused = error
 
     def _serve(self, attachment: Attachment) -> None:
         """Until the attachment ends or the client closes."""
@@ -314,12 +315,11 @@ class Session:
     def _register_all(self, attachment: Attachment, channel: Channel) -> bool:
         """Every namespace, also those added meanwhile; then the attachment is there for all."""
         while not self.closing:
-            with self._changed:
+            with self._publishing:
                 todo = [ns for ns in self.namespaces.values() if ns.binding(attachment) is None]
                 if not todo and attachment.alive:
                     self.attachment = attachment
                     self.refused = None
-                    self._changed.notify_all()
                     return True
             if not attachment.alive:
                 return False

@@ -96,9 +96,9 @@ class Get:
 
     def _copy(self, flat: Bytes, first: Reading, i: int, others: Reading | None) -> bool:
         """True = the bytes of the other pages are right; the caller validates the first."""
-        with contextlib.ExitStack() as stack:
-            allowed = stack.enter_context(first.copying())
-            if not allowed or (others is not None and not stack.enter_context(others.copying())):
+        rest = others.copying() if others is not None else contextlib.nullcontext(True)
+        with first.copying() as allowed, rest as allowed_too:
+            if not (allowed and allowed_too):
                 return False
             sources = [first.views[i][HEADER_BYTES:], *(others.views if others is not None else ())]
             pairs: list[Pair] = []

@@ -37,23 +37,25 @@ class Pins:
 
     def __init__(self) -> None:
         self._pins: dict[bytes, _Pin] = {}
-        self._changed = threading.Condition()
+        # Callers enter the lock, not the condition: a signal that interrupts the latter's Python code leaves it locked.
+        self._lock = threading.RLock()  # `abandon` may come as a finalizer in the thread that has it
+        self._changed = threading.Condition(self._lock)
         self._thread: threading.Thread | None = None
         self._closed = False
 
     @property
     def nbytes(self) -> int:
-        with self._changed:
+        with self._lock:
             return sum(pin.nbytes for pin in self._pins.values() if pin.alive)
 
     def __len__(self) -> int:
         """Keys that are pinned now."""
-        with self._changed:
+        with self._lock:
             return sum(pin.alive for pin in self._pins.values())
 
     def again(self, key: bytes, ttl_s: float) -> bool:
         """One more pin on a key that is pinned already.  False = it is not, or the daemon restarted since."""
-        with self._changed:
+        with self._lock:
             pin = self._pins.get(key)
             if pin is None or not pin.alive:
                 return False
@@ -64,7 +66,7 @@ class Pins:
     def add(self, key: bytes, holds: Sequence[Lookup], nbytes: int, ttl_s: float) -> bool:
         """Takes ``holds`` over.  False = closed; they are released."""
         fresh = _Pin(holds, nbytes, 1, time.monotonic() + ttl_s)
-        with self._changed:
+        with self._lock:
             old = None if self._closed else self._pins.get(key)
             if not self._closed:
                 if old is not None and old.alive:  # another thread was faster: its count, our time
@@ -72,8 +74,9 @@ class Pins:
                     fresh.expires = max(fresh.expires, old.expires)
                 self._pins[key] = fresh
                 if self._thread is None:
-                    self._thread = threading.Thread(target=self._expire, name="kvkeep-pins", daemon=True)
-                    self._thread.start()
+                    thread = threading.Thread(target=self._expire, name="kvkeep-pins", daemon=True)
+                    thread.start()
+                    self._thread = thread
                 self._changed.notify()
             closed = self._closed
         if old is not None:
@@ -84,7 +87,7 @@ class Pins:
 
     def drop(self, key: bytes) -> bool:
         """One pin less.  False = there was none."""
-        with self._changed:
+        with self._lock:
             pin = self._pins.get(key)
             if pin is None:
                 return False
@@ -100,7 +103,7 @@ class Pins:
         return alive
 
     def close(self) -> None:
-        with self._changed:
+        with self._lock:
             self._closed = True
             pins = list(self._pins.values())
             self._pins.clear()
@@ -110,7 +113,7 @@ class Pins:
 
     def abandon(self) -> None:
         """For a finalizer, which must not wait: the lookups give themselves back."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._pins.clear()
             self._changed.notify()

@@ -15,16 +15,18 @@ from typing import Any
 
 import pytest
 
+LIMIT = 10_000
 TESTS = str(Path(__file__).parent.parent)
 
 
-def interrupted(call: Callable[[], object], point: int) -> bool:
-    """Run it, interrupted at its ``point``-th point, from 0 on.  False = it has no more than that many."""
-    left = point
+def interrupted(call: Callable[[], object], point: int, *, outside: tuple[str, ...] = ()) -> bool:
+    """Run it, interrupted at its ``point``-th point, from 0 on.  False = it has no more than that many.
+    ``outside``: files whose points do not count, beside those of the tests."""
+    left, outside = point, (*outside, TESTS)
 
     def profile(frame: FrameType, event: str, _: Any) -> None:
         nonlocal left
-        if event in ("call", "c_return") and not frame.f_code.co_filename.startswith(TESTS):
+        if event in ("call", "c_return") and not frame.f_code.co_filename.startswith(outside):
             left -= 1
             if left < 0:
                 sys.setprofile(None)
@@ -42,10 +44,10 @@ def interrupted(call: Callable[[], object], point: int) -> bool:
     return left < 0
 
 
-def at_every_point(call: Callable[[], object], limit: int = 10_000) -> Iterator[int]:
+def at_every_point(call: Callable[[], object], *, outside: tuple[str, ...] = ()) -> Iterator[int]:
     """Yields after each interrupted run of ``call``; whoever asks looks whether all is well."""
-    for point in range(limit):
-        if not interrupted(call, point):
+    for point in range(LIMIT):
+        if not interrupted(call, point, outside=outside):
             return
         yield point
-    pytest.fail(f"more than {limit} points")
+    pytest.fail(f"more than {LIMIT} points")
