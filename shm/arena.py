@@ -428,7 +428,9 @@ class Arena:
             trace.chunks(log, "sealed", self.table.keys[entries])
         if self.fresh is not None:
             self.fresh.append(self.part(entries))  # by the end of the round some may be another namespace's
-        self.bytes_reserved -= int(self.table.extent_bytes[entries[0]]) * len(entries)
+        extent = int(self.table.extent_bytes[entries[0]])
+        self.bytes_reserved -= extent * len(entries)
+        self.orders.of(extent).released()  # eviction may have met them while they were being written
         self._notice(entries)
 
     def _seal_complete(self, entries: I64) -> None:

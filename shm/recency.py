@@ -10,7 +10,7 @@ Heads outlive tails by the stamps themselves: a touch covers a chain from its ro
 of its tail; eviction in stamp order takes tails first.
 
 Records of entries that are met but cannot go now (referenced, being written) move to a *held* list, older than the log.
-It is looked through again once something was released.
+It is looked through again once something was released, or sealed.
 
 Other policies are made of several such logs over one ``recency`` column, see levels.py; policies.py has them by name.
 """
@@ -93,7 +93,7 @@ class LruOrder:
             done += k
 
     def released(self) -> None:
-        """Something lost a reference: held entries may go now."""
+        """Something lost a reference, or was sealed: held entries may go now."""
         self._held_changed = True
 
     def pop(self, want: int, evictable: Evictable, before: int = NEVER) -> I64:
