@@ -327,19 +327,19 @@ class Mover:
 
     def _judge(self, job: j.AnyJob, codes: bytes, answer: j.Answer) -> None:
         """What the answer says about the medium."""
-        if isinstance(job, j.Measure | j.Manage):
-            return
         now, seen = time.monotonic(), set(codes)
+        if isinstance(job, j.Manage) or (isinstance(job, j.Measure) and not seen & j.FAULTS):
+            return
         self.health.answered(job, seen, answer, now)
         if isinstance(job, j.Probe):
             self._probed(Code.OK in seen, now)
         elif seen and seen <= j.FAULTS:
-            self._fault(now)
+            self._fault(job, now)
         elif not seen <= {Code.EXPIRED, Code.STOPPING}:
-            self.breaker.success()
+            self.breaker.success(type(job))
 
-    def _fault(self, now: float) -> None:
-        if self.breaker.failure(now):
+    def _fault(self, job: j.AnyJob, now: float) -> None:
+        if self.breaker.failure(type(job), now):
             log.warning(
                 "%s (%s): left alone after failures in a row, the last: %s", self.name, self.label, self.health.fault
             )
@@ -405,7 +405,7 @@ class Mover:
         if isinstance(open_job.job, j.Probe):
             self.breaker.probed(False, now)
         elif not isinstance(open_job.job, j.Measure | j.Manage):
-            self._fault(now)
+            self._fault(open_job.job, now)
         open_job.late()
 
     def _tick_breaker(self, now: float) -> float | None:

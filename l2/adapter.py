@@ -160,6 +160,12 @@ class Adapter(abc.ABC):
     def usage(self) -> Usage:
         """The truth on the medium, also right after a restart."""
 
+    def trouble(self) -> str:
+        """Why the medium as a whole cannot be used, as far as that is seen without using it; "" = nothing is known.
+
+        Cheap: asked with every job.  What the adapter then says to each call is UNAVAILABLE, or "not there"."""
+        return ""
+
     @abc.abstractmethod
     def close(self) -> None:
         """Flush and let go.  What was acknowledged is kept."""

@@ -176,6 +176,9 @@ class FaultInjectAdapter(Adapter):
     def tenants(self) -> dict[str, TenantUse]:
         return self.inner.tenants()
 
+    def trouble(self) -> str:
+        return self.inner.trouble()
+
     def compact(self) -> Iterator[tuple[str, int]]:
         return self.inner.compact()
 

@@ -234,6 +234,8 @@ class Mover:
         n = j.chunk_count(job)
         if time.monotonic() >= job.deadline and not isinstance(job, j.Measure):
             self._answer(job, [Code.EXPIRED] * n)
+        elif not isinstance(job, j.Get | j.Put | j.Probe) and (trouble := self._adapter.trouble()):
+            self._answer(job, [Code.UNAVAILABLE] * n, detail=trouble)
         elif isinstance(job, j.Find):
             found = self._readable(list(_keys(job)))
             whole = [all(found[i * job.shards : (i + 1) * job.shards]) for i in range(n)]

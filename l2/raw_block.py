@@ -117,6 +117,7 @@ class RawBlockAdapter(Adapter):
         self._wrap = engine
         self.counters: Counter[str] = Counter()
         self._medium: Medium | None = None
+        self._lost = ""  # why what the medium held is lost: it stays so until it is opened anew
         self._parts: tuple[Engine, Room, Store] | None = None
         self._state = threading.Condition()
         self._running = 0
@@ -139,7 +140,7 @@ class RawBlockAdapter(Adapter):
             raise
         store = Store(room, medium.memory_alignment, self._flush)
         self._read_catalogue(room, store)
-        self._medium, self._parts = medium, (engine, room, store)
+        self._medium, self._parts, self._lost = medium, (engine, room, store), ""
         for note in medium.notes:
             log.warning("%s", note)
         log.info(
@@ -209,16 +210,21 @@ class RawBlockAdapter(Adapter):
         if parts is None:
             return
         engine, room, _ = parts
+        assert self._medium is not None
+        if not (self._lost or self._medium.shrunk()):  # else it would not look new to the next one to open it
+            self._write_index(engine, room)
+        engine.close()
+        fcntl.flock(self._medium.fd, fcntl.LOCK_UN)
+        os.close(self._medium.fd)
+
+    @staticmethod
+    def _write_index(engine: Engine, room: Room) -> None:
         with room.mutex:
             changed = set(room.journal.dirty_slabs()) | set(np.flatnonzero(room.touched).tolist())
         room.journal.commit()
         if not room.journal.checkpoint(sorted(slab for slab in changed if room.slabs.blocks[slab])):
             room.journal.anchor()
         engine.sync()
-        engine.close()
-        assert self._medium is not None
-        fcntl.flock(self._medium.fd, fcntl.LOCK_UN)
-        os.close(self._medium.fd)
 
     def use_arena(self, arena: memoryview) -> bool:
         """Most payloads will lie in here, and it stays mapped.  Call before the worker threads start."""
@@ -239,11 +245,30 @@ class RawBlockAdapter(Adapter):
                     if not self._running:
                         self._state.notify_all()
 
+    def trouble(self) -> str:
+        """A file that somebody removed, replaced or cut still takes everything, and has lost it with the next start."""
+        with self._use() as parts:
+            if parts is None:
+                return ""
+            assert self._medium is not None
+            self._lost = self._lost or self._medium.shrunk()
+            return self._lost or self._medium.moved()
+
+    @contextmanager
+    def _working(self) -> Iterator[tuple[Room, Store] | Result]:
+        """Like `_use`, or why nothing can be done."""
+        with self._use() as parts:
+            trouble = self.trouble()
+            if trouble:
+                yield Result(Outcome.UNAVAILABLE, detail=trouble)
+            else:
+                yield parts if parts is not None else _CLOSED
+
     # Objects
 
     def lookup(self, keys: Sequence[Key]) -> builtins.list[bool]:
-        with self._use() as parts:
-            if parts is None:
+        with self._working() as parts:
+            if isinstance(parts, Result):
                 return [False] * len(keys)
             room = parts[0]
             with room.mutex:
@@ -252,35 +277,37 @@ class RawBlockAdapter(Adapter):
             return [bool(row >= 0) for row in rows]
 
     def store(self, items: Sequence[Item]) -> builtins.list[Result]:
-        with self._use() as parts:
-            if parts is None:
-                return [_CLOSED] * len(items)
+        with self._working() as parts:
+            if isinstance(parts, Result):
+                return [parts] * len(items)
             results: builtins.list[Result] = []
             for start in range(0, len(items), GROUP):
                 results += parts[1].store(items[start : start + GROUP])
+            if trouble := self.trouble():  # since then
+                return [Result(Outcome.UNAVAILABLE, detail=trouble)] * len(items)
             return results
 
     def load(self, items: Sequence[tuple[Key, memoryview]]) -> builtins.list[Result]:
-        with self._use() as parts:
-            if parts is None:
-                return [_CLOSED] * len(items)
+        with self._working() as parts:
+            if isinstance(parts, Result):
+                return [parts] * len(items)
             results: builtins.list[Result] = []
             for start in range(0, len(items), GROUP):
                 results += parts[1].load(items[start : start + GROUP])
             return results
 
     def fetch(self, items: Sequence[tuple[Key, int]]) -> builtins.list[Fetched]:
-        with self._use() as parts:
-            if parts is None:
-                return [Fetched(_CLOSED)] * len(items)
+        with self._working() as parts:
+            if isinstance(parts, Result):
+                return [Fetched(parts)] * len(items)
             fetched: builtins.list[Fetched] = []
             for start in range(0, len(items), GROUP):
                 fetched += parts[1].fetch(items[start : start + GROUP])
             return fetched
 
     def delete(self, keys: Sequence[Key]) -> int:
-        with self._use() as parts:
-            return parts[1].delete(keys) if parts is not None else 0
+        with self._working() as parts:
+            return parts[1].delete(keys) if not isinstance(parts, Result) else 0
 
     def list(self, cursor: bytes, limit: int) -> Listing:
         with self._use() as parts:
@@ -325,7 +352,8 @@ class RawBlockAdapter(Adapter):
         before = self.counters["delete_not_durable"]
         self.delete(keys)
         durable = self.counters["delete_not_durable"] == before
-        return [durable and not there for there in self.lookup(keys)]
+        gone = [durable and not there for there in self.lookup(keys)]
+        return gone if not self.trouble() else [False] * len(keys)
 
     def serdes(self, keys: Sequence[Key]) -> builtins.list[tuple[int, ...]]:
         with self._use() as parts:

@@ -56,6 +56,31 @@ class Medium(NamedTuple):
     formatted: bool  # by this open
     notes: tuple[str, ...]  # for the log
 
+    def shrunk(self) -> str:
+        """Bytes of it are gone, though they may come back as zeros: what is wrong, "" = nothing."""
+        try:
+            actual = _size(self.fd, self.is_device)
+        except OSError as error:
+            return f"raw_block {self.path} cannot be used any more ({error.strerror}): check the device"
+        if actual >= self.geometry.size:
+            return ""
+        return (
+            f"raw_block {self.path} was cut from {self.geometry.size} to {actual} bytes while in use, what it held is "
+            "lost: delete it, and it is made anew"
+        )
+
+    def moved(self) -> str:
+        """The path does not lead to it any more, so the next start will not find it: what is wrong, "" = nothing."""
+        try:
+            there, here = os.stat(self.path), os.fstat(self.fd)
+        except OSError as error:
+            what = f"is not there any more ({error.strerror})"
+        else:
+            if there.st_rdev == here.st_rdev if self.is_device else os.path.samestat(there, here):
+                return ""
+            what = "was replaced while in use"
+        return f"raw_block {self.path} {what}: put it back, or what it holds is lost"
+
 
 def claim(path: str, size: int, direct_io: str, reformat: bool) -> Medium:
     """Open and own the medium.  ``size`` 0 = as it is.  AdapterError says what stands in the way."""

@@ -4,7 +4,8 @@
      "store_s": 0.0, "load_s": 0.0, "mover": {"MAX_ASIDE_S": 9}}
 
 While the folder holds a file `fail`, every call says IO_ERROR; while it holds `raise`, every call raises; with
-`refuse`, `open` does; with `hold`, loads wait.  ``mover``: other constants for the mover that it runs in.
+`refuse`, `open` does; with `trouble`, it has some, and calls fail too; with `hold`, loads wait.  ``mover``: other
+constants for the mover that it runs in.
 Objects are files of the payload alone: this is no example for a medium.
 """
 
@@ -39,7 +40,7 @@ class SlowAdapter(Adapter):
             log.write("".join(f"{what} {key.chunk.hex()} {key.shard}\n" for key in keys))
         if self._said("raise"):
             raise RuntimeError("as asked")
-        return not self._said("fail")
+        return not self._said("fail") and not self.trouble()
 
     def _path(self, key: Key) -> Path:
         return self._folder / f"{key.namespace.hex()[:8]}-{key.chunk.hex()}-{key.shard}"
@@ -47,6 +48,9 @@ class SlowAdapter(Adapter):
     def open(self) -> None:
         if self._said("refuse"):
             raise AdapterError("the folder says no: remove its file 'refuse'")
+
+    def trouble(self) -> str:
+        return "the folder has a file 'trouble'" if self._said("trouble") else ""
 
     def lookup(self, keys: Sequence[Key]) -> list[bool]:
         self._tell("lookup", keys)

@@ -237,6 +237,27 @@ def test_the_breaker_opens_and_a_probe_closes_it(bench: Callable[..., Bench]) ->
     assert b.mover.reasons() == []
 
 
+def test_a_medium_in_trouble_is_a_fault_of_every_job_and_no_miss(bench: Callable[..., Bench]) -> None:
+    b = bench()
+    b.serving()
+    (b.folder / "trouble").touch()
+    b.find("find", [1])
+    assert b.answered(1) == {"find": [Code.UNAVAILABLE]}
+    assert b.log() == [], "the adapter was not asked"
+    assert any("the folder has a file 'trouble'" in reason for reason in b.mover.reasons())
+    for n in range(2):
+        b.find(f"find {n}", [1])
+    b.answered(3)
+    assert not b.mover.available
+
+
+def test_a_medium_in_trouble_is_noticed_when_it_is_measured(bench: Callable[..., Bench], tmp_path: Path) -> None:
+    (tmp_path / "trouble").touch()
+    b = bench()
+    b.serving()
+    b.pump(lambda: any("the folder has a file 'trouble'" in reason for reason in b.mover.reasons()))
+
+
 def test_jobs_of_a_killed_mover_fail_and_the_next_one_gets_none_of_them(bench: Callable[..., Bench]) -> None:
     b = bench(store_s=5.0, threads=2)
     b.serving()

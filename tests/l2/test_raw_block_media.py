@@ -435,15 +435,90 @@ def test_a_read_error_is_a_result_and_an_object_that_keeps_failing_is_given_up(
     assert put(adapter, key(1)) == [Outcome.OK]
 
 
-def test_io_that_the_kernel_cuts_short_is_continued(path: Path) -> None:
+def test_io_that_the_kernel_cuts_short_is_continued(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond the end of the file a read stops short; EIO then, not wrong bytes."""
     adapter = opened(path)
     put(adapter, key(1))
+    monkeypatch.setattr(raw_medium.Medium, "shrunk", lambda _: "")
     os.truncate(path, adapter.slot_of(key(1)) + 8192)
     assert get(adapter, key(1)) == [Outcome.IO_ERROR]
     os.truncate(path, SIZE)
     assert get(adapter, key(1)) == [Outcome.CORRUPT]
     done(adapter)
+
+
+# ---- a file that somebody does something to --------------------------------------------------------------------------
+
+
+def outcomes(adapter: RawBlockAdapter, of: Key) -> set[Outcome]:
+    """What is said to each kind of call, and that nothing is said to be there, or gone."""
+    assert adapter.lookup([of]) == [False]
+    assert adapter.erase([of]) == [False]
+    return {*put(adapter, of, key(99)), *get(adapter, of), adapter.fetch([(of, MIB)])[0].outcome}
+
+
+def test_a_file_that_is_moved_away_is_out_of_use_until_it_is_put_back(path: Path) -> None:
+    adapter = opened(path)
+    put(adapter, key(1))
+    path.rename(path.with_name("away"))
+    assert "put it back" in adapter.trouble()
+    assert outcomes(adapter, key(1)) == {Outcome.UNAVAILABLE}
+    shutil.copy(path.with_name("away"), path)
+    assert "replaced" in adapter.trouble()
+    assert outcomes(adapter, key(1)) == {Outcome.UNAVAILABLE}
+    path.with_name("away").rename(path)
+    assert adapter.trouble() == ""
+    assert put(adapter, key(2)) == [Outcome.OK]
+    assert get(adapter, key(1), key(2)) == [Outcome.OK] * 2
+    done(adapter)
+    adapter = opened(path)
+    assert get(adapter, key(1), key(2)) == [Outcome.OK] * 2
+    done(adapter)
+
+
+def test_a_file_that_was_removed_is_made_anew_by_the_next_to_open_it(path: Path) -> None:
+    adapter = opened(path)
+    put(adapter, key(1))
+    path.unlink()
+    assert outcomes(adapter, key(1)) == {Outcome.UNAVAILABLE}
+    adapter.close()
+    assert not path.exists()
+    adapter = opened(path)
+    assert get(adapter, key(1)) == [Outcome.MISS]
+    assert put(adapter, key(1)) == [Outcome.OK]
+    done(adapter)
+
+
+@pytest.mark.parametrize("left", [0, SIZE // 2])
+def test_nothing_is_acknowledged_into_a_file_that_was_cut(path: Path, left: int) -> None:
+    adapter = opened(path)
+    put(adapter, key(1))
+    os.truncate(path, left)
+    assert f"from {SIZE} to {left} bytes" in adapter.trouble()
+    os.truncate(path, SIZE)  # as large as before, but what it held is lost
+    assert outcomes(adapter, key(1)) == {Outcome.UNAVAILABLE}
+    os.truncate(path, left)
+    adapter.close()
+    assert path.stat().st_size == left, "nothing was written into it any more"
+    if left:
+        with pytest.raises(AdapterError, match="delete the file"):
+            opened(path)
+        path.unlink()
+    adapter = opened(path)
+    assert get(adapter, key(1)) == [Outcome.MISS]
+    assert put(adapter, key(1)) == [Outcome.OK]
+    done(adapter)
+
+
+def test_a_file_that_is_cut_while_it_is_written_into_is_noticed_before_that_is_acknowledged(
+    failing: tuple[RawBlockAdapter, Failing], path: Path
+) -> None:
+    adapter, engine = failing
+    engine.before = lambda: path.rename(path.with_name("away")) if path.exists() else None  # type: ignore[assignment]
+    assert put(adapter, key(1)) == [Outcome.UNAVAILABLE]
+    path.with_name("away").rename(path)
+    engine.before = lambda: None
+    assert get(adapter, key(1)) == [Outcome.OK], "it was written after all"
 
 
 # ---- eviction and slabs ------------------------------------------------------------------------------------------
