@@ -327,9 +327,9 @@ class Mover:
 
     def _judge(self, job: j.AnyJob, codes: bytes, answer: j.Answer) -> None:
         """What the answer says about the medium."""
-        now, seen = time.monotonic(), set(codes)
-        if isinstance(job, j.Manage) or (isinstance(job, j.Measure) and not seen & j.FAULTS):
+        if isinstance(job, j.Manage):
             return
+        now, seen = time.monotonic(), set(codes)
         self.health.answered(job, seen, answer, now)
         if isinstance(job, j.Probe):
             self._probed(Code.OK in seen, now)
