@@ -313,11 +313,7 @@ class Admin:
         sessions = list(engine.sessions.values())
         reasons = [*self.reasons.values(), *filter(None, [engine.broken, arena.orders.trouble])]
         now = time.monotonic()
-        held = sum(s.references for s in sessions)
-        held += sum(len(h.references) for h in engine.lookups.values() if h.owner is None)
-        held += sum(map(len, self.pins.held()))
-        if self.l2 is not None:
-            held += self.l2.references
+        held = arena.references_owned
         if self.inherited_references is not None:
             held += int(self.inherited_references.sum())
         return {

@@ -113,7 +113,8 @@ class Control:
         self._next_damage = 0.0
         self._next_refusal_log = 0.0
         self.timers: list[Callable[[float], float | None]] = []  # called each round; return the next deadline
-        self.steps: list[Callable[[float], bool]] = []  # called at the end of each round; True = there is more to do
+        # called at the end of each round; True = there is more to do
+        self.steps: list[Callable[[float], bool]] = [lambda now: self.engine.step()]
         self.stop_requests = 0
         self.l2 = _l2(self, config)
         self.admin.l2, self.admin.send = self.l2, self._send

@@ -13,8 +13,8 @@ import itertools
 import logging
 import secrets
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -35,6 +35,8 @@ MAX_HELD_CHUNKS = 1 << 20  # references and reservations one client may hold
 MAX_HANDLES = 65536  # per client
 MAX_WAIT_MS = 60_000
 MAX_NAMESPACES_OF_ONE = MAX_NAMESPACES // 4  # the newest that one client registered; it cannot use up the table
+LEAVE_STEP = 256  # handles of a client that is gone, or chunks it was writing, per round of the control loop
+CHUNKS_LIKE_A_HANDLE = 256  # that are only referenced: to let go of so many costs as much as another handle
 RECYCLE_LIMIT = 16384  # entries that one REGISTER may drop to get an id
 
 U64 = npt.NDArray[np.uint64]
@@ -55,6 +57,7 @@ class Engine:
         self.sessions: dict[bytes, Session] = {}
         self.lookups: dict[int, LookupHandle] = {}
         self.stores: dict[int, StoreHandle] = {}
+        self._leaving: deque[tuple[Session, Iterator[int]]] = deque()  # sessions that are closed, what is left of each
         self.counters = arena.counters
         self.broken = ""  # an invariant that did not hold: health is degraded from then on
         self.waiting = WaitingLookups(arena, epoch=epoch, send=send, notify=notify, drop=self._drop_lookup)
@@ -176,7 +179,7 @@ class Engine:
         free = table.free_id()
         if free:
             return free
-        wanted = set().union(*(s.namespaces for s in self.sessions.values()))
+        wanted = set().union(*(s.namespaces for s in (*self.sessions.values(), *(s for s, _ in self._leaving))))
         unused = [namespace for namespace in table if namespace.id not in wanted]
         if unused:
             least = min(unused, key=lambda namespace: self.arena.entries_of[namespace.id])
@@ -214,7 +217,7 @@ class Engine:
             next(self._ids),
             session,
             namespace,
-            References(self.arena, prefix.entries),
+            References(self.arena, prefix.entries, session),
             [request.readers] * namespace.shards,
         )
         session.lookups[handle.id] = self.lookups[handle.id] = handle
@@ -315,10 +318,10 @@ class Engine:
         self.counters["store_chunks"] += len(grant.granted)
         if not len(grant.granted):
             return m.StoreReply(self.epoch, 0, namespace.shard_bytes, grant.verdicts.tobytes(), b"", grant.missing)
-        handle = StoreHandle(
-            next(self._ids), session, namespace, shard, grant.granted, References(self.arena, grant.chain)
-        )
+        chain = References(self.arena, grant.chain, session)
+        handle = StoreHandle(next(self._ids), session, namespace, shard, grant.granted, chain)
         session.stores[handle.id] = self.stores[handle.id] = handle
+        session.reserved_bytes += len(grant.granted) * namespace.extent_bytes
         session.held_chunks += len(grant.granted) + len(grant.chain)
         offsets = self.arena.table.offset[grant.granted] + np.uint64(shard * namespace.stride)
         return m.StoreReply(
@@ -354,10 +357,15 @@ class Engine:
         return handle
 
     def _drop_store(self, handle: StoreHandle) -> None:
-        handle.owner.held_chunks -= len(handle.granted) + len(handle.chain)
-        handle.chain.trim(0)
+        self._uncharge(handle, len(handle.granted))
+        handle.owner.held_chunks -= handle.chain.trim(0)
         del self.stores[handle.id]
         del handle.owner.stores[handle.id]
+
+    def _uncharge(self, handle: StoreHandle, ended: int) -> None:
+        """So many of its reservations have ended."""
+        handle.owner.held_chunks -= ended
+        handle.owner.reserved_bytes -= ended * handle.namespace.extent_bytes
 
     # ---- sessions ----------------------------------------------------------------------------------------------------
 
@@ -365,24 +373,53 @@ class Engine:
         self.sessions[session.token] = session
 
     def close_session(self, session: Session) -> None:
-        """The client is gone: everything it held goes with it.  Costs what it held."""
+        """The client is gone: nothing more is done for it, and all that it held goes with it, piece by piece (`step`).
+
+        Until its turn a handle is what it was: it holds what it holds, and others may go on reading by it."""
         del self.sessions[session.token]
+        self._leaving.append((session, self._let_go(session)))
+
+    def step(self) -> bool:
+        """One bounded piece of what clients that are gone held.  True = there is more to do."""
+        if not self._leaving:
+            return False
+        cost = 0
+        for part in self._leaving[0][1]:
+            cost += part
+            if cost >= LEAVE_STEP:
+                break
+        else:
+            self._leaving.popleft()
+        self.waiting.wake()
+        return bool(self._leaving)
+
+    def _let_go(self, session: Session) -> Iterator[int]:
+        """Of everything that it held, one thing at a time; gives what that cost, in handles."""
         for store in list(session.stores.values()):
-            self.arena.abandon(store.granted, store.shard)
+            while len(store.granted):
+                ended = store.granted[-LEAVE_STEP:]  # the tail first, so that nothing loses its head
+                self.arena.abandon(ended, store.shard)
+                store.granted = store.granted[: -len(ended)]
+                self._uncharge(store, len(ended))
+                yield len(ended)
             self._drop_store(store)
-        for (handle_id, shard), _ in list(session.reading.items()):
-            handle = self.lookups.get(handle_id)
-            if handle is not None:
+            yield 1
+        for handle_id, shard in list(session.reading):
+            if handle := self.lookups.get(handle_id):
                 self._stop_reading(session, handle, shard)
                 handle.readers[shard] = max(0, handle.readers[shard] - 1)
                 self._drop_if_done(handle)
+            yield 1
         for handle in list(session.lookups.values()):
+            if handle.id not in self.lookups:  # its readers have confirmed it meanwhile
+                continue
+            cost = 1 + len(handle.references) // CHUNKS_LIKE_A_HANDLE
             if handle.reading:  # another client copies from it now; its confirmation or death ends it
                 handle.owner = None
+                del session.lookups[handle.id]
             else:
                 self._drop_lookup(handle)
-        session.lookups.clear()
-        self.waiting.wake()
+            yield cost
 
     def held(self) -> tuple[Counter[int], Counter[int]]:
         """(references, shards being written) per entry, by the handles' own account."""

@@ -5,7 +5,8 @@
             ── reading        shares of lookup handles (its own or another client's) that it is copying from now
 
 Every reference and reservation in the arena is owned by exactly one handle here, so the end of a session costs what
-that client held, and the handles' sum can be compared with the arena's counts at any time (`Engine.held`).
+that client held, and the handles' sum can be compared with the arena's counts at any time (`Engine.held`).  How much
+each holds, and all together (``arena.references_owned``), is counted as it changes: nobody walks over handles for it.
 """
 
 from __future__ import annotations
@@ -35,13 +36,20 @@ def distinct(values: npt.NDArray[Any]) -> bool:
 class References:
     """References on distinct entries, remembered with the generations they were taken under."""
 
-    __slots__ = ("_arena", "entries", "generations")
+    __slots__ = ("_arena", "_owner", "entries", "generations")
 
-    def __init__(self, arena: Arena, entries: I64) -> None:
-        self._arena = arena
+    def __init__(self, arena: Arena, entries: I64, owner: Session | None = None) -> None:
+        """``owner``: the client that holds them, if it is one."""
+        self._arena, self._owner = arena, owner
         self.entries = entries
         self.generations: U32 = arena.table.generation[entries]
         arena.acquire(entries)
+        self._count(len(entries))
+
+    def _count(self, change: int) -> None:
+        self._arena.references_owned += change
+        if self._owner is not None:
+            self._owner.references += change
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -50,6 +58,7 @@ class References:
         self._arena.acquire(entries)
         self.entries = np.concatenate((self.entries, entries))
         self.generations = np.concatenate((self.generations, self._arena.table.generation[entries]))
+        self._count(len(entries))
 
     def trim(self, keep: int) -> int:
         """Give back all but the first ``keep``.  Returns how many went."""
@@ -57,6 +66,7 @@ class References:
         if dropped > 0:
             self._arena.release(self.entries[keep:], self.generations[keep:])
             self.entries, self.generations = self.entries[:keep], self.generations[:keep]
+            self._count(-dropped)
         return max(dropped, 0)
 
 
@@ -94,12 +104,6 @@ class Session:
     reading: Counter[tuple[int, int]] = field(default_factory=Counter)  # (lookup handle, shard)
     namespaces: dict[int, None] = field(default_factory=dict)  # registered by this client, oldest first
     last_seen: float = field(default_factory=time.monotonic)
+    references: int = 0  # of its lookups and stores, also those that others still read when it has gone
+    reserved_bytes: int = 0
     held_chunks: int = 0  # over all handles, and hashes of parked lookups: bounded, see engine.MAX_HELD_CHUNKS
-
-    @property
-    def references(self) -> int:
-        return sum(len(h.references) for h in self.lookups.values()) + sum(len(h.chain) for h in self.stores.values())
-
-    @property
-    def reserved_bytes(self) -> int:
-        return sum(len(h.granted) * h.namespace.extent_bytes for h in self.stores.values())

@@ -81,12 +81,13 @@ class WaitingLookups:
         self._epoch = epoch
         self._send, self._notify, self._drop = send, notify, drop
         self._parked: dict[int, dict[Waiting, None]] = {}  # by the entry that they wait for
+        self._parked_count = 0
         self._deadlines: list[tuple[float, int, Waiting]] = []
         self._deadlines_limit = _DEADLINES
 
     @property
     def count(self) -> int:
-        return sum(map(len, self._parked.values())) + (self.prefetch.waiting if self.prefetch is not None else 0)
+        return self._parked_count + (self.prefetch.waiting if self.prefetch is not None else 0)
 
     # ---- one lookup --------------------------------------------------------------------------------------------------
 
@@ -120,13 +121,17 @@ class WaitingLookups:
     def _park(self, waiting: Waiting, entry: int) -> None:
         waiting.on = entry
         self._parked.setdefault(entry, {})[waiting] = None
+        self._parked_count += 1
         self._arena.watch.add(entry)
 
     def _detach(self, waiting: Waiting) -> None:
         others = self._parked.get(waiting.on, {})
-        if others.pop(waiting, waiting) is None and not others:
-            del self._parked[waiting.on]
-            self._arena.watch.discard(waiting.on)
+        if waiting in others:
+            del others[waiting]
+            self._parked_count -= 1
+            if not others:
+                del self._parked[waiting.on]
+                self._arena.watch.discard(waiting.on)
 
     # ---- looking again -----------------------------------------------------------------------------------------------
 
@@ -136,7 +141,9 @@ class WaitingLookups:
             settled, self._arena.settled = self._arena.settled, []
             for entry in settled:
                 self._arena.watch.discard(entry)
-                for waiting in self._parked.pop(entry, ()):
+                woken = self._parked.pop(entry, {})
+                self._parked_count -= len(woken)
+                for waiting in woken:
                     self.look_again(waiting)
 
     def look_again(self, waiting: Waiting) -> None:
