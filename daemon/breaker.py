@@ -1,5 +1,8 @@
 """A circuit breaker: after some failures in a row a medium is left alone, and asked by a probe whether it works again.
 
+In a row means: without a success of the same kind of job in between.  That something is there can often be told without
+the medium, so a lookup that works says nothing of loads that fail.
+
 CLOSED --FAILURES failures in a row--> OPEN --pause over: probe()--> HALF_OPEN --it worked--> CLOSED
                                          ^                              |
                                          +--it failed, pause doubled----+   (probe_at_once: pause over)
@@ -8,6 +11,8 @@ CLOSED --FAILURES failures in a row--> OPEN --pause over: probe()--> HALF_OPEN -
 from __future__ import annotations
 
 import enum
+from collections import Counter
+from collections.abc import Hashable
 
 FAILURES = 3
 PAUSE_FIRST_S = 0.5
@@ -26,22 +31,22 @@ class Breaker:
         self.opened = 0  # times, for the statistics
         self.probe_at = 0.0  # while OPEN: when to probe
         self.failed_probes = 0  # in a row
-        self._failures = 0
+        self._failures: Counter[Hashable] = Counter()  # in a row, by kind of job
         self._pause = PAUSE_FIRST_S
 
     @property
     def closed(self) -> bool:
         return self.circuit is Circuit.CLOSED
 
-    def success(self) -> None:
+    def success(self, kind: Hashable) -> None:
         """A job got an answer that speaks for the medium."""
         if self.closed:
-            self._failures = 0
+            self._failures.pop(kind, None)
 
-    def failure(self, now: float) -> bool:
+    def failure(self, kind: Hashable, now: float) -> bool:
         """A job failed by a fault of the medium, or got no answer.  True = the circuit is open from now on."""
-        self._failures += 1
-        if self.closed and self._failures >= FAILURES:
+        self._failures[kind] += 1
+        if self.closed and self._failures.total() >= FAILURES:
             self._open(now)
             self.opened += 1
             return True
@@ -60,7 +65,8 @@ class Breaker:
 
     def reset(self) -> None:
         self.circuit = Circuit.CLOSED
-        self._failures = self.failed_probes = 0
+        self._failures.clear()
+        self.failed_probes = 0
         self._pause = PAUSE_FIRST_S
 
     def probe_at_once(self, now: float) -> None:

@@ -134,7 +134,7 @@ class L2:
 
     def tick(self, now: float) -> float | None:
         deadlines = [mover.tick(now) for mover in self.movers]
-        deadlines += [self.stores.next_deadline(now), self.prefetch.next_deadline(), self.forget.next_deadline(now)]
+        deadlines += [self.stores.next_deadline(now), self.prefetch.next_deadline(now), self.forget.next_deadline(now)]
         self._report()
         return min((d for d in deadlines if d is not None), default=None)
 

@@ -2,17 +2,20 @@
 
 A task follows one chain, a window of chunks at a time:
 
-    begin ─► queued ─► asking adapter 0, 1, … for what L1 lacks ─► reserving (with eviction) ─► Get jobs ─┐
-                          ▲                                              │ no budget left: starved         │
-                          └──────── next window, if all of this one was found ◄───────────────────────────┘
+    begin ─► queued ─► asking adapter 0, 1, … for what L1 lacks ─► reserving (with eviction) ─► loads ─┐
+                          ▲       ▲                                      │ no room for loads: starved  │
+                          │       └─── an adapter that has it does not load (any more) ────┘           │
+                          └──────── next window, if all of this one was found ◄────────────────────────┘
 
 A lookup waits on the task while nothing is reserved yet, and on the RESERVED entry that it needs next from then on,
 exactly as it does for a client that stores; so one load serves everybody, and the prefix grows as loads come in.  A
 task never reports anything: it lets its lookups look again.  No lookup asks for a chunk twice.
 
-Limits: ``most`` tasks at a time, the others queue (their deadlines run); ``budget`` bytes of loads at a time,
-counted until a mover has answered, so a hung mover holds no more than that of L1. A load that is late is given up:
-lookups stop waiting for it at once, its extents are free only when the mover has answered or is dead.
+A task lasts until the deadline of the last of its lookups: what an adapter had no time for is asked of it again when
+somebody who waits longer has come meanwhile.
+
+Limits: ``most`` tasks at a time, the others queue (their deadlines run); ``budget`` bytes of loads at a time, shared
+equally among the adapters.  Loads are loads.py's, from their reservation on.
 
 The prefetch policy (l2_policies.py) says what of it stays in L1 after its last reader.
 """
@@ -21,6 +24,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
@@ -29,22 +33,19 @@ import numpy as np
 import numpy.typing as npt
 
 from kvkeep.daemon.l2_policies import Asked, Chunks, PrefetchPolicy
+from kvkeep.daemon.loads import L1, Demand, Loads
 from kvkeep.daemon.movers import Mover
 from kvkeep.daemon.waiting import Waiting
 from kvkeep.l2 import jobs as j
 from kvkeep.l2.jobs import Code
 from kvkeep.shm import trace
 from kvkeep.shm.arena import ALL_SHARDS, FULL, GRANTED, ORPHAN, Arena, Part
-from kvkeep.shm.namespaces import Namespace
 
 I64 = npt.NDArray[np.int64]
-U32 = npt.NDArray[np.uint32]
 U64 = npt.NDArray[np.uint64]
 
 WINDOW = 256  # chunks asked for at once
-GET_CHUNKS = 32  # per Get, so that the mover's threads share a window
-GET_BYTES = 16 << 20  # ... unless one chunk is larger
-_IN_L1, _NOWHERE = -1, -2
+_NOWHERE = -2  # besides adapters' indices and L1
 
 log = logging.getLogger("kvkeep.prefetch")
 
@@ -58,39 +59,15 @@ class Stage(enum.Enum):
     OVER = "over"
 
 
-@dataclass(eq=False)
-class Task:
-    namespace: Namespace
+@dataclass(eq=False, kw_only=True)
+class Task(Demand):
     keys: U64  # the whole chain
     at: int  # the window begins here
-    deadline: float
     key: TaskKey
     stage: Stage = Stage.QUEUED
     waiters: list[Waiting] = field(default_factory=list)  # that wait for this window to be reserved, or missed
-    interested: list[Waiting] = field(default_factory=list)  # every lookup that ever waited here
-    source: list[int] = field(default_factory=list)  # per chunk of the window: an adapter's index, or _IN_L1, _NOWHERE
+    source: list[int] = field(default_factory=list)  # per chunk of the window: an adapter's index, or L1, _NOWHERE
     to_ask: list[Mover] = field(default_factory=list)
-    loads: int = 0  # open Get jobs
-
-    @property
-    def who(self) -> str:
-        """For the log."""
-        return "lookup " + ", ".join(str(w.handle.id) for w in self.interested[:8])
-
-    @property
-    def wanted(self) -> bool:
-        return any(w.handle.waiting is w for w in self.interested)
-
-
-@dataclass(eq=False)
-class Load:
-    """An open Get."""
-
-    task: Task
-    entries: I64
-    generations: U32
-    shards: int
-    nbytes: int
 
 
 class PrefetchController:
@@ -113,14 +90,13 @@ class PrefetchController:
         self._keeps = Asked("prefetch", policy, "keep", default=False, tell=trouble)
         self.counters = arena.counters
         self._movers = movers
-        self._most, self._budget = most, budget
+        self._most = most
+        self._loads = Loads(arena, movers, budget=budget // max(1, len(movers)), wake=wake)
         self._every_bit = np.uint32(every_bit)
-        self._look_again, self._wake = look_again, wake
+        self._look_again = look_again
         self._tasks: dict[TaskKey, Task] = {}  # by where they are now
         self._queue: deque[Task] = deque()
         self._active: set[Task] = set()
-        self._loads: set[Load] = set()
-        self._loading = 0  # bytes
         self._loaded_under = np.zeros(arena.table.capacity, dtype=np.uint32)  # generation of an entry made for a load
 
     # ---- from lookups that wait --------------------------------------------------------------------------------------
@@ -142,14 +118,16 @@ class PrefetchController:
         key = (namespace.id, first)
         task = self._tasks.get(key)
         if task is None:
-            task = self._tasks[key] = Task(namespace, waiting.keys, at, waiting.deadline, key)
+            task = self._tasks[key] = Task(namespace=namespace, keys=waiting.keys, at=at, key=key)
             self._queue.append(task)
             self.counters["l2_prefetches"] += 1
-        task.deadline = max(task.deadline, waiting.deadline)
+        task.join(waiting)
         task.waiters.append(waiting)
-        if waiting not in task.interested:
-            task.interested.append(waiting)
         return True
+
+    def join(self, waiting: Waiting, entry: int) -> None:
+        """A lookup waits for an entry, which may be one that is being loaded."""
+        self._loads.join(waiting, entry)
 
     @property
     def waiting(self) -> int:
@@ -160,11 +138,13 @@ class PrefetchController:
 
     def step(self, now: float) -> None:
         """Start what may start, end what is overdue."""
+        self._loads.end_late(now)
         for task in [t for t in self._active if now >= t.deadline]:
             if task.stage is not Stage.OVER:
                 self.counters["l2_prefetches_expired"] += 1
                 self._end(task, None)
             self._active.discard(task)  # what it still loads is bounded by the budget
+        self._active = {task for task in self._active if task.stage is not Stage.OVER or task.loads}
         for task in [t for t in self._active if t.stage is Stage.STARVED]:
             self._reserve(task)
         while self._queue and len(self._active) < self._most:
@@ -175,8 +155,11 @@ class PrefetchController:
                 self._active.add(task)
                 self._ask_window(task)
 
-    def next_deadline(self) -> float | None:
-        return min((task.deadline for task in self._active), default=None)
+    def next_deadline(self, now: float) -> float | None:
+        if any(task.stage is Stage.STARVED and self._stale(task) for task in self._active):
+            return now
+        ends = [task.deadline for task in self._active]
+        return min((end for end in (*ends, self._loads.next_deadline()) if end is not None), default=None)
 
     def split(self, sealed: list[Part]) -> list[Part]:
         """Of what was sealed: let the policy decide about what was loaded; returns the rest."""
@@ -205,21 +188,14 @@ class PrefetchController:
 
     def doom(self, namespace: bytes, keys: Set[bytes] | None) -> None:
         """It is being cleared (digest, b"" = all; keys None = all of it): nothing of it is loaded any more."""
-        for load in list(self._loads):
-            if namespace not in (b"", load.task.namespace.digest):
-                continue
-            if keys is None:
-                self._give_up(load, np.ones(len(load.entries), dtype=bool))
-            else:
-                hit = [key.tobytes() in keys for key in self.arena.table.keys[load.entries]]
-                self._give_up(load, np.array(hit, dtype=bool))
+        self._loads.doom(namespace, keys)
 
     # ---- asking ------------------------------------------------------------------------------------------------------
 
     def _ask_window(self, task: Task) -> None:
         keys = task.keys[task.at : task.at + WINDOW]
         found = self.arena.index.find(keys, task.namespace.id).entries
-        task.source = [_IN_L1 if entry >= 0 else _NOWHERE for entry in found.tolist()]
+        task.source = [L1 if entry >= 0 else _NOWHERE for entry in found.tolist()]
         task.to_ask = [mover for mover in self._movers if mover.available]
         task.stage = Stage.ASKING
         self._ask_next(task)
@@ -248,14 +224,20 @@ class PrefetchController:
         mover.figures.totals["finds"] += 1
         if trace.on(log):
             trace.chunks(log, f"asked {mover.name}/{job.id} for {task.who}", task.keys[[at + i for i in missing]])
-        mover.submit(job, lambda codes: self._found(task, mover, at, missing, codes))
+        mover.submit(job, lambda codes: self._found(task, mover, at, missing, job.deadline, codes))
 
-    def _found(self, task: Task, mover: Mover, at: int, missing: list[int], codes: Sequence[int]) -> None:
+    def _found(
+        self, task: Task, mover: Mover, at: int, missing: list[int], deadline: float, codes: Sequence[int]
+    ) -> None:
         if task.stage is not Stage.ASKING or task.at != at:
             return  # it ended meanwhile
         for i, code in zip(missing, codes, strict=True):
             if code == Code.OK:
                 task.source[i] = mover.index
+        expired = [i for i, code in zip(missing, codes, strict=True) if code == Code.EXPIRED]
+        if expired and mover.available and deadline < task.deadline and time.monotonic() < task.deadline:
+            self._ask(task, mover, expired)  # somebody waits longer by now
+            return
         if trace.on(log):
             there = [at + i for i in missing if task.source[i] == mover.index]
             trace.chunks(log, f"found in {mover.name} for {task.who}", task.keys[there])
@@ -265,7 +247,7 @@ class PrefetchController:
 
     def _reserve(self, task: Task) -> None:
         """Everybody was asked: reserve and load the longest run that has a source."""
-        namespace, extent = task.namespace, task.namespace.extent_bytes
+        namespace = task.namespace
         if not task.wanted or self.arena.namespaces.get(namespace.id) is not namespace:
             self._end(task, None)
             return
@@ -273,15 +255,21 @@ class PrefetchController:
             for i, source in enumerate(task.source):
                 if source >= 0 and self._banned(task, self._movers[source], i):
                     task.source[i] = _NOWHERE
+        if stale := self._stale(task):
+            for i in stale:
+                task.source[i] = _NOWHERE
+            if task.to_ask:
+                task.stage = Stage.ASKING
+                self._ask_next(task)
+                return
         run = next((i for i, source in enumerate(task.source) if source == _NOWHERE), len(task.source))
         whole = run == len(task.source)
-        loads = [i for i in range(run) if task.source[i] != _IN_L1]
+        loads = [i for i in range(run) if task.source[i] != L1]
         if loads:
-            fit = max(0, self._budget - self._loading) // extent
-            if not fit and self._loading:
+            fit = self._fitting(task, loads)
+            if not fit:
                 task.stage = Stage.STARVED
                 return
-            fit = max(1, fit)
             if fit < len(loads):
                 run, whole = loads[fit], False
             refused = self._load(task, run)
@@ -298,6 +286,21 @@ class PrefetchController:
         else:
             self._end(task, run)
 
+    def _stale(self, task: Task) -> list[int]:
+        """Chunks of the window that were found in an adapter which does not load (any more)."""
+        extent = task.namespace.extent_bytes
+        not_now = {mover.index for mover in self._movers if not self._loads.takes(mover, extent)}
+        return [i for i, source in enumerate(task.source) if source in not_now]
+
+    def _fitting(self, task: Task, loads: list[int]) -> int:
+        """How many of these chunks of the window, in order, their adapters have room for."""
+        room = {mover.index: self._loads.room(mover.index, task.namespace.extent_bytes) for mover in self._movers}
+        for count, i in enumerate(loads):
+            if not room[task.source[i]]:
+                return count
+            room[task.source[i]] -= 1
+        return len(loads)
+
     def _load(self, task: Task, run: int) -> int:
         """Get jobs for the first ``run`` chunks of the window.  Returns the first that found no room, or -1."""
         namespace, table = task.namespace, self.arena.table
@@ -310,82 +313,13 @@ class PrefetchController:
         entries = grant.granted
         self._loaded_under[entries] = table.generation[entries]
         table.tiers[entries] = self._every_bit  # what an adapter had, and another lost, is not pushed back at it
-        most = min(GET_CHUNKS, max(1, GET_BYTES // namespace.extent_bytes))
+        sources = [task.source[i] for i in positions.tolist()]
         start = 0
-        while start < len(entries):
-            source = task.source[int(positions[start])]
-            stop = start + 1
-            while stop < len(entries) and stop - start < most and task.source[int(positions[stop])] == source:
-                stop += 1
-            self._get(task, source, entries[start:stop])
-            start = stop
+        for stop in range(1, len(entries) + 1):
+            if stop == len(entries) or sources[stop] != sources[start]:
+                self._loads.start(task, entries[start:stop], sources[start])
+                start = stop
         return int(refused[0]) if len(refused) else -1
-
-    def _get(self, task: Task, source: int, entries: I64) -> None:
-        namespace, table = task.namespace, self.arena.table
-        nbytes = len(entries) * namespace.extent_bytes
-        load = Load(task, entries, table.generation[entries].copy(), namespace.shards, nbytes)
-        self._loads.add(load)
-        self._loading += nbytes
-        task.loads += 1
-        mover = self._movers[source] if source >= 0 else None
-        if mover is None or not mover.available:  # L1 lost it since it was seen there, or the adapter is gone
-            self._loaded(load, None, [Code.UNAVAILABLE] * len(entries), "nobody")
-            return
-        job = j.Get(
-            mover.next_id(),
-            task.deadline,
-            namespace.digest,
-            namespace.shards,
-            table.keys[entries].tobytes(),
-            namespace.shard_bytes,
-            namespace.stride,
-            table.offset[entries].tobytes(),
-        )
-        by = f"{mover.name}/{job.id}"
-        if trace.on(log):
-            trace.chunks(log, f"get {by} for {task.who}", table.keys[entries])
-        mover.submit(
-            job, lambda codes: self._loaded(load, mover, codes, by), late=lambda: self._give_up(load), nbytes=nbytes
-        )
-
-    def _loaded(self, load: Load, mover: Mover | None, codes: Sequence[int], by: str) -> None:
-        """The mover has answered, or is dead: nobody writes to these extents any more."""
-        self._loads.discard(load)
-        self._loading -= load.nbytes
-        good = np.array(codes, dtype=np.uint8) == Code.OK
-        count = int(good.sum())
-        if mover is not None:
-            mover.figures.totals["chunks_loaded"] += count
-            mover.figures.totals["bytes_loaded"] += load.nbytes // len(good) * count
-        if trace.on(log):
-            keys = self.arena.table.keys[load.entries]
-            trace.chunks(log, f"loaded by {by} for {load.task.who}", keys[good])
-            trace.chunks(log, f"not loaded by {by} for {load.task.who}", keys[~good])
-        self.counters["l2_chunks_loaded"] += count
-        self.counters["l2_load_failures"] += len(good) - count
-        if count < len(good):
-            failed = self.arena.table.keys[load.entries[~good]].copy()
-            for key in failed:
-                self._note_missed(load.task, key.tobytes())
-        self.arena.commit(load.entries, ALL_SHARDS, good, None)
-        load.task.loads -= 1
-        self._wake()
-        self._retire(load.task)
-
-    def _give_up(self, load: Load, which: npt.NDArray[np.bool_] | None = None) -> None:
-        entries, generations = load.entries, load.generations
-        if which is not None:
-            entries, generations = entries[which], generations[which]
-        self.arena.doom(entries, generations)
-        for key in self.arena.table.keys[entries]:
-            self._note_missed(load.task, key.tobytes())
-        self._wake()
-
-    @staticmethod
-    def _note_missed(task: Task, key: bytes) -> None:
-        for waiting in task.interested:
-            waiting.missed.add(key)
 
     # ---- moving and ending -------------------------------------------------------------------------------------------
 
@@ -411,27 +345,25 @@ class PrefetchController:
         if task.stage is Stage.OVER:
             return
         if missed is not None and task.at + missed < len(task.keys):
-            key = task.keys[task.at + missed].tobytes()
-            self._note_missed(task, key)
+            task.note_missed(task.keys[task.at + missed].tobytes())
         if self._tasks.get(task.key) is task:
             del self._tasks[task.key]
         task.stage = Stage.OVER
         waiters, task.waiters = task.waiters, []
-        self._retire(task)
+        if not task.loads:
+            self._active.discard(task)
         for waiting in waiters:
             self._look_again(waiting)
-
-    def _retire(self, task: Task) -> None:
-        if task.stage is Stage.OVER and not task.loads:
-            self._active.discard(task)
 
     # ---- for checks and status ---------------------------------------------------------------------------------------
 
     def hold(self, writing: Counter[int]) -> None:
         """Add what open loads write, for the integrity check."""
-        for load in self._loads:
-            for entry in load.entries.tolist():
-                writing[entry] += load.shards
+        self._loads.hold(writing)
 
     def numbers(self) -> dict[str, int]:
-        return {"prefetches": len(self._active), "prefetches_queued": len(self._queue), "bytes_loading": self._loading}
+        return {
+            "prefetches": len(self._active),
+            "prefetches_queued": len(self._queue),
+            "bytes_loading": self._loads.bytes_loading,
+        }

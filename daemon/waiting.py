@@ -63,6 +63,8 @@ class Prefetch(Protocol):
 
     def begin(self, waiting: Waiting) -> bool: ...
 
+    def join(self, waiting: Waiting, entry: int) -> None: ...
+
 
 class WaitingLookups:
     def __init__(
@@ -123,6 +125,8 @@ class WaitingLookups:
         self._parked.setdefault(entry, {})[waiting] = None
         self._parked_count += 1
         self._arena.watch.add(entry)
+        if self.prefetch is not None:
+            self.prefetch.join(waiting, entry)
 
     def _detach(self, waiting: Waiting) -> None:
         others = self._parked.get(waiting.on, {})

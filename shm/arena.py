@@ -156,6 +156,11 @@ class Arena:
         result: npt.NDArray[np.bool_] = sealed & (table.generation[entries] == part.generations)
         return result
 
+    def given_up(self, entries: I64) -> npt.NDArray[np.bool_]:
+        """Which of these, that somebody is writing, nobody waits for any more."""
+        result: npt.NDArray[np.bool_] = self._doomed[entries]
+        return result
+
     def touch(self, namespace: Namespace, chain: I64, *, read: bool = True) -> None:
         """Entries of one chain, root first, become the most recent ones.  ``read``: found, as opposed to stored."""
         if len(chain):
