@@ -56,7 +56,7 @@ from kvkeep.l2.fs_index import NAME_BYTES, CapacityIndex
 from kvkeep.l2.fs_io import PAGE, FileIO, file_bytes
 from kvkeep.l2.fs_objects import ObjectFiles, Seen
 from kvkeep.l2.fs_room import Eviction, Room, scan
-from kvkeep.l2.fs_root import Root
+from kvkeep.l2.fs_root import Root, identity_of
 from kvkeep.l2.fs_tally import FULL, GONE, NOT_OURS, Tally
 from kvkeep.l2.options import Options
 from kvkeep.l2.tenants import quotas_of
@@ -410,7 +410,7 @@ class FsAdapter(Adapter):
             about = root.stat(name)
             if about.st_size != size and not self._files.in_another_encoding(root, name, item):
                 # Cut by somebody, or never written by a machine that lost power.
-                self._count("truncated_removed", self._room.remove(root, name, (about.st_ino, about.st_mtime_ns)))
+                self._count("truncated_removed", self._room.remove(root, name, identity_of(about)))
                 return False
             root.set_used(name, used_ns)
         except OSError as error:
@@ -440,7 +440,7 @@ class FsAdapter(Adapter):
                     return Listing(objects, bytes([root.number]) + last, unreadable)
                 last = name
                 try:
-                    header = self._files.read_header(root, name)
+                    header = self._files.read_header(root, name).header
                 except OSError as error:
                     unreadable += error.errno not in (*GONE, *NOT_OURS)
                     continue

@@ -5,18 +5,23 @@
               secret, another root since), index entries without a file, folders without files
 
 Both walk the directories, not the index: the directories are the truth.  Neither counts as a use of what it reads.
+
+Others store and evict meanwhile.  A file is pinned while it is looked into; one that cannot be, because the index does
+not know it, may be on its way out, and be written over under our eyes.  So a file is judged only if it is still there
+afterwards, the same one under the same name, and its removal makes sure of that, too (`Room.discard`).
 """
 
 from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from kvkeep.l2.adapter import Key, Verified
 from kvkeep.l2.fs_index import NAME_BYTES
-from kvkeep.l2.fs_objects import ObjectFiles
+from kvkeep.l2.fs_objects import ObjectFiles, Seen
 from kvkeep.l2.fs_room import Room
-from kvkeep.l2.fs_root import FOLDERS, Root
+from kvkeep.l2.fs_root import FOLDERS, Root, identity_of
 from kvkeep.l2.fs_tally import GONE, NOT_OURS, Tally
 
 _STEP = 64  # files that a step of a compaction looks into
@@ -55,37 +60,48 @@ class Care:
                 objects, read = objects + 1, read + size
                 if why:
                     corrupt += 1
-                    details.append(f"{name.hex()} in {root.path}: {why}; it is removed")
+                    details.append(f"{name.hex()} in {root.path}: {why}")
             after = b""
         unreadable += sum(root.take_unreadable() for root in self._roots)
         return Verified(objects, read, corrupt, unreadable, details, b"")
 
     def _check(self, root: Root, name: bytes) -> tuple[int, str]:
         """Bytes of the payload, and what is wrong.  Raises OSError."""
-        known = self._room.index.begin_read(name)
-        try:
-            header = self._files.read_header(root, name)
+        with self._pinned(name):
+            seen = self._files.read_header(root, name)
+            header = seen.header
             if header is None:
-                return 0, self._remove(root, name, "the header does not verify")
+                return 0, self._judge(root, name, seen, "the header does not verify")
             if root.name(header.key) != name:
-                return 0, self._remove(root, name, "the name is not that of its key")
+                return 0, self._judge(root, name, seen, "the name is not that of its key")
             seen = self._files.fetch(root, name, header.key, header.stored_bytes, 0)
             if seen.header is None:
-                return 0, self._remove(root, name, "the payload does not verify", seen.identity)
+                return 0, self._judge(root, name, seen, "the payload does not verify")
             return header.stored_bytes, ""
+
+    @contextmanager
+    def _pinned(self, name: bytes) -> Iterator[None]:
+        """If the index knows it."""
+        known = self._room.index.begin_read(name)
+        try:
+            yield
         finally:
             if known:
                 self._room.index.end_read(name)
 
-    def _remove(self, root: Root, name: bytes, why: str, only: tuple[int, int] | None = None) -> str:
+    def _judge(self, root: Root, name: bytes, seen: Seen, why: str) -> str:
+        """It is no good: what to say of it.  Raises FileNotFoundError if it is gone, or another one, by now."""
+        if self._discard(root, name, seen):
+            return f"{why}; it is removed"
+        return f"{why}; it cannot be removed"
+
+    def _discard(self, root: Root, name: bytes, seen: Seen) -> bool:
+        """False = it stays.  Raises FileNotFoundError like `_judge`."""
+        gone = self._room.discard(root, name, seen.identity)
+        if not gone and identity_of(root.stat(name)) != seen.identity:
+            raise FileNotFoundError(errno.ENOENT, "another file by now")
         self._tally.count("corrupt")
-        if not self._room.remove(root, name, only) and name not in self._room.index:
-            try:
-                root.unlink(name)  # nobody knew it
-            except OSError as error:
-                if error.errno not in GONE:
-                    raise
-        return why
+        return gone
 
     # ---- compact -----------------------------------------------------------------------------------------------------
 
@@ -106,7 +122,7 @@ class Care:
     def _compact_folder(self, root: Root, number: int) -> Iterator[tuple[str, int]]:
         began = self._room.index.times(1)[0]
         before = self._tally.counters["truncated_removed"]
-        there = {found.name for found in root.scan(FOLDERS[number])}
+        there = {found.name for found in root.scan(FOLDERS[number], self._room.discard)}
         yield "truncated_files_removed", self._tally.counters["truncated_removed"] - before
         gone = [name for name in self._room.index.names_in(number, root.number) if name not in there]
         forgotten = sum(self._room.index.forget(name, older_than=began) for name in gone)
@@ -121,13 +137,13 @@ class Care:
     def _is_lost(self, root: Root, name: bytes) -> bool:
         """No key leads to this file: it is removed."""
         try:
-            header = self._files.read_header(root, name)
-            if header is not None and self._where(header.key) == (root, name):
-                return False
-            self._remove(root, name, "")
+            with self._pinned(name):
+                seen = self._files.read_header(root, name)
+                if seen.header is not None and self._where(seen.header.key) == (root, name):
+                    return False
+                return self._discard(root, name, seen)
         except OSError as error:
             if error.errno in (*GONE, *NOT_OURS, errno.EIO):
                 return False
             self._tally.failed("compact", root.path, error)
             return False
-        return True

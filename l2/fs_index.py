@@ -69,7 +69,7 @@ class CapacityIndex:
         self._keys = np.zeros((entries, 4), dtype=np.uint64)  # the names, for the order's ghosts, and back from a slot
         self._times = np.zeros(entries, dtype=np.int64)
         self._sizes = np.zeros(entries, dtype=np.int64)
-        self._readers = np.zeros(entries, dtype=np.int32)
+        self._readers = np.zeros(entries, dtype=np.int32)  # of the slot's name
         self._roots = np.zeros(entries, dtype=np.uint8)
         self._kept: set[int] = set()  # slots of the catalogue
         self.tenants = Tenants(quotas or {}) if policy == POLICY else None
@@ -82,6 +82,7 @@ class CapacityIndex:
         self._slots: dict[bytes, int] = {}
         self._storing: dict[bytes, int] = {}  # with the bytes reserved
         self._leaving: dict[bytes, int] = {}  # with the slot
+        self._reading: dict[bytes, int] = {}  # readers: of a name, which may leave and come again under them
         self._gone_since: set[bytes] | None = None  # during a scan
         self._order = self._ordered_by(policy)
         self._clock = Clock()
@@ -143,19 +144,23 @@ class CapacityIndex:
             return range(self._now, self._now - count, -1)
 
     def begin_read(self, name: bytes) -> bool:
+        """True = whatever file has this name until `end_read` is not evicted, so it is not written over."""
         with self._lock:
             slot = self._slots.get(name)
             if slot is None:
                 return False
-            self._readers[slot] += 1
+            self._readers[slot] = self._reading[name] = self._reading.get(name, 0) + 1
             return True
 
     def end_read(self, name: bytes) -> None:
         """Also when it was removed meanwhile."""
         with self._lock:
+            left = self._reading.pop(name) - 1
+            if left:
+                self._reading[name] = left
             slot = self._slots.get(name, self._leaving.get(name, -1))
-            if slot >= 0 and self._readers[slot] > 0:
-                self._readers[slot] -= 1
+            if slot >= 0:
+                self._readers[slot] = left
                 self._order.released()
 
     def touch(self, names: Sequence[bytes], times: Sequence[int], *, read: bool) -> None:
@@ -263,7 +268,7 @@ class CapacityIndex:
             return -1  # another process stores more than our limit allows; its files are nothing to us
         self._slots_used = max(self._slots_used, slot + 1)
         self._keys[slot] = np.frombuffer(file.name.ljust(32, b"\0"), dtype=np.uint64)
-        self._roots[slot], self._readers[slot] = file.root, 0
+        self._roots[slot], self._readers[slot] = file.root, self._reading.get(file.name, 0)
         self._sizes[slot], self._times[slot] = file.size, file.used_ns
         self._slots[file.name] = slot
         self._used += file.size
@@ -411,6 +416,9 @@ class CapacityIndex:
                 raise AssertionError(f"used {self._used} of {total}, reserved {self._reserved} of {reserved} bytes")
             if len(slots) + len(self._free) != self._slots_used:
                 raise AssertionError(f"{len(slots)} names and {len(self._free)} free are not {self._slots_used} slots")
+            names = [*self._slots.items(), *self._leaving.items()]
+            if wrong := [name.hex() for name, slot in names if self._readers[slot] != self._reading.get(name, 0)]:
+                raise AssertionError(f"slots and names have other readers: {wrong}")
             ordered = set(self._slots.values()) - self._kept
             if set(self._order.members().tolist()) != ordered:
                 raise AssertionError("the order of eviction and the names differ")

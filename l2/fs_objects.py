@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from kvkeep.l2.adapter import Item, Key
 from kvkeep.l2.fs_io import PAGE, FileIO, aligned, file_bytes, read_raw, read_record, write_record
-from kvkeep.l2.fs_root import Draft, Root
+from kvkeep.l2.fs_root import Draft, Identity, Root, identity_of
 from kvkeep.l2.fs_tally import GONE, NOT_OURS, Tally
 from kvkeep.l2.record import HEADER_BYTES, Header, payload_checksum, unpack
 
@@ -30,7 +30,7 @@ class Seen(NamedTuple):
 
     header: Header | None  # None = what is there does not verify
     size: int  # on the medium
-    identity: tuple[int, int]  # inode, mtime
+    identity: Identity
     payload: memoryview = memoryview(b"")  # of a fetch
 
 
@@ -177,11 +177,12 @@ class ObjectFiles:
         finally:
             os.close(fd)
 
-    def read_header(self, root: Root, name: bytes) -> Header | None:
-        """None = it does not verify, or the file is not as long as it says.  Raises OSError."""
+    def read_header(self, root: Root, name: bytes) -> Seen:
+        """Without one = it does not verify, or the file is not as long as it says.  Raises OSError."""
         fd = root.open(name, False)
         try:
-            return self._whole(fd, _regular(fd))
+            about = _regular(fd)
+            return _seen(self._whole(fd, about), about)
         finally:
             os.close(fd)
 
@@ -223,4 +224,4 @@ def _header(page: memoryview, key: Key, about: os.stat_result) -> Header | None:
 
 
 def _seen(header: Header | None, about: os.stat_result) -> Seen:
-    return Seen(header, about.st_blocks * 512, (about.st_ino, about.st_mtime_ns))
+    return Seen(header, about.st_blocks * 512, identity_of(about))

@@ -17,7 +17,7 @@ from kvkeep.l2.catalogue import CATALOGUE, MAX_MANIFEST
 from kvkeep.l2.fs_index import CapacityIndex, Found, Victim
 from kvkeep.l2.fs_io import PAGE
 from kvkeep.l2.fs_objects import ObjectFiles
-from kvkeep.l2.fs_root import FOLDERS, Root
+from kvkeep.l2.fs_root import FOLDERS, Discard, Identity, Root, identity_of
 from kvkeep.l2.fs_spares import Spare, Spares
 from kvkeep.l2.fs_tally import GONE, Tally
 
@@ -159,17 +159,13 @@ class Room:
         fits = victim.root == root and size <= victim.size <= size + METADATA
         return fits and (self._spares.nbytes + victim.size <= self._share or len(self._spares) < _LEAST_SPARES)
 
-    def remove(self, root: Root, name: bytes, only: tuple[int, int] | None = None) -> bool:
-        """``only``: if it is still this file (inode, mtime; inodes are soon used again)."""
+    def remove(self, root: Root, name: bytes, only: Identity | None = None) -> bool:
+        """``only``: if it is still this file."""
         known = self.index.take(name)
         if not known and not self._shared:
             return False
         try:
-            if only is not None:
-                about = root.stat(name)
-                if (about.st_ino, about.st_mtime_ns) != only:
-                    raise FileExistsError(errno.EEXIST, "another file by now")
-            root.unlink(name)
+            _unlink(root, name, only)
         except OSError as error:
             if error.errno in GONE:
                 if known:
@@ -183,6 +179,25 @@ class Room:
         if known:
             self.index.gone(name)
         return True
+
+    def discard(self, root: Root, name: bytes, only: Identity) -> bool:
+        """A file that is no good, whether or not the index knows it.  False = it is another one by now, or does not go.
+
+        While it goes its name is ours, so nobody can store under it what would then go instead."""
+        if self.remove(root, name, only):
+            return True
+        if not self.index.begin_store(name):
+            return False
+        try:
+            if name not in self.index:
+                _unlink(root, name, only)
+                return True
+        except OSError as error:
+            if error.errno not in (*GONE, errno.EEXIST):
+                self._tally.failed("remove", root.path, error)
+        finally:
+            self.index.end_store(name)
+        return False
 
     # ---- the janitor -------------------------------------------------------------------------------------------------
 
@@ -217,7 +232,7 @@ class Room:
         """Make the index say what is in the roots now.  Names stored since it began are left alone."""
         began = self.index.times(1)[0]
         self.index.begin_scan()
-        found = scan(self._roots)
+        found = scan(self._roots, self.discard)
         there = {file.name for file in found}
         for name in self.index.names():
             if name not in there:
@@ -257,8 +272,15 @@ class Room:
             self.index.learn(header.key.chunk, bytes(seen.payload))
 
 
-def scan(roots: list[Root]) -> list[Found]:
+def _unlink(root: Root, name: bytes, only: Identity | None) -> None:
+    """Raises FileExistsError if it is not ``only``."""
+    if only is not None and identity_of(root.stat(name)) != only:
+        raise FileExistsError(errno.EEXIST, "another file by now")
+    root.unlink(name)
+
+
+def scan(roots: list[Root], discard: Discard | None = None) -> list[Found]:
     """Every object.  Raises OSError rather than leave something out."""
     work = [(root, folder) for root in roots for folder in FOLDERS]
     with ThreadPoolExecutor(_SCAN_THREADS) as pool:
-        return [file for files in pool.map(lambda one: one[0].scan(one[1]), work) for file in files]
+        return [file for files in pool.map(lambda one: one[0].scan(one[1], discard), work) for file in files]

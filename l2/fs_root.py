@@ -25,7 +25,7 @@ import re
 import secrets
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import xxhash
 
@@ -46,6 +46,9 @@ _UNFINISHED_MARK = re.compile(re.escape(_MARK) + r"\.[0-9a-f]{16}\Z")
 _TEMP = re.compile(r"([0-9a-f]{16})\.(lock|[0-9]+)\Z")
 _TIDIED = 8  # times that a compaction may remove an empty folder just before something comes into it
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
+
+Identity = tuple[int, int]  # of a file: inode, mtime; inodes are soon used again
+Discard = Callable[["Root", bytes, Identity], bool]  # a name, if it is still this file
 
 log = logging.getLogger("kvkeep.l2.fs")
 
@@ -275,8 +278,10 @@ class Root:
 
     # ---- what is there -----------------------------------------------------------------------------------------------
 
-    def scan(self, folder: str) -> list[Found]:
-        """The objects of one folder, by name and size; whole files only.  What cannot be one of ours is left alone."""
+    def scan(self, folder: str, discard: Discard | None = None) -> list[Found]:
+        """The objects of one folder, by name and size; whole files only.  What cannot be one of ours is left alone.
+
+        ``discard`` removes the others, while there are threads that store here."""
         found = []
         try:
             fd = os.open(folder, _DIRECTORY, dir_fd=self.fd)
@@ -296,8 +301,12 @@ class Root:
                     if not stat.S_ISREG(about.st_mode):
                         self._count("foreign_files")
                     elif about.st_size < 2 * PAGE or about.st_size % PAGE:
-                        self._count("truncated_removed")
-                        self._io.unlink(_path(name), dir_fd=self.fd)
+                        gone = True
+                        if discard is None:
+                            self.unlink(name)
+                        else:
+                            gone = discard(self, name, identity_of(about))
+                        self._count("truncated_removed", gone)
                     else:
                         found.append(Found(name, self.number, about.st_blocks * 512, about.st_mtime_ns))
         finally:
@@ -421,6 +430,10 @@ class Draft:
         os.close(self.fd)
         if self.temp:
             self._root.drop_temp(self.temp)
+
+
+def identity_of(about: os.stat_result) -> Identity:
+    return about.st_ino, about.st_mtime_ns
 
 
 def _path(name: bytes) -> str:

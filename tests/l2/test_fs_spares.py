@@ -16,7 +16,7 @@ from kvkeep.l2.adapter import Outcome
 from kvkeep.l2.fs import FsAdapter
 from kvkeep.l2.fs_io import FileIO
 from tests.l2.conformance import MIB, OBJECT, OK, get, key, put
-from tests.l2.test_fs import NamedTemps, file_of
+from tests.l2.test_fs import NamedTemps, file_of, flip
 from tests.l2.test_fs_media import ROOM, Faulty, du, fill, needs_root, small_disk
 
 __all__ = ["small_disk"]
@@ -146,6 +146,109 @@ def test_what_is_being_read_is_not_written_over(make: Make, tmp_path: Path) -> N
     assert adapter.counters["reused"]
     reader.join()
     assert found == [OK]
+
+
+def test_a_pin_holds_for_its_name_when_another_file_comes_under_it(make: Make) -> None:
+    adapter = make()
+    put(adapter, key(1))
+    name = adapter._place(key(1))[1]
+    assert adapter._index.begin_read(name)
+    adapter.delete([key(1)])
+    put(adapter, key(1))
+    assert adapter._room.evict(1) == 0, "who pinned the name may only now open the file"
+    assert adapter._index.begin_read(name)
+    adapter._index.end_read(name)
+    assert adapter._room.evict(1) == 0, "one of the two still reads"
+    adapter._index.end_read(name)
+    assert adapter._room.evict(1) == 1
+
+
+class Once(FileIO):
+    """Does something once ``at`` a system call: after an open or a read, before an unlink."""
+
+    def __init__(self, at: str) -> None:
+        self.at, self.do = at, list[Callable[[], object]]()
+
+    def _is_at(self, what: str) -> None:
+        if what == self.at and self.do:
+            self.do.pop()()
+
+    def open(self, path: str, flags: int, *, dir_fd: int) -> int:
+        fd = super().open(path, flags, dir_fd=dir_fd)
+        self._is_at("open")
+        return fd
+
+    def readv(self, fd: int, buffers: list[memoryview], offset: int) -> int:
+        done = super().readv(fd, buffers, offset)
+        self._is_at("readv")
+        return done
+
+    def unlink(self, path: str, *, dir_fd: int) -> None:
+        self._is_at("unlink")
+        super().unlink(path, dir_fd=dir_fd)
+
+
+def check(adapter: FsAdapter, how: str) -> int:
+    """Corrupt files, or files that no key leads to, by its own word."""
+    if how == "verify":
+        return adapter.verify(b"", 1 << 30).corrupt
+    return sum(count for what, count in adapter.compact() if what == "unreachable_files_removed")
+
+
+@pytest.mark.parametrize("how", ["verify", "compact"])
+def test_a_check_that_reads_a_file_being_written_over_removes_nothing(make: Make, how: str) -> None:
+    """An object on its way out is opened; then its file is used again, and it is stored anew under its old name."""
+    io = Once("open")
+    adapter = make(io=io)
+    put(adapter, key(1))
+    leaving = adapter._index.victims(1)
+
+    def written_over() -> None:
+        assert adapter._room._evict_all(leaving, None) == 1
+        assert put(adapter, key(2), key(1)) == [OK, OK]
+
+    before = adapter.counters["reused"]
+    io.do.append(written_over)
+    assert check(adapter, how) == 0
+    assert io.do == []
+    assert adapter.counters["reused"] == before + 1
+    assert adapter.counters["corrupt"] == 0
+    assert get(adapter, key(1), key(2)) == [OK, OK]
+
+
+@pytest.mark.parametrize("how", ["verify", "compact"])
+def test_a_check_removes_what_it_saw_and_not_what_was_stored_since(make: Make, how: str) -> None:
+    io = Once("readv")
+    adapter = make(io=io)
+    put(adapter, key(1))
+    flip(file_of(adapter, key(1)), 20)  # in the header
+    io.do.append(lambda: (adapter.delete([key(1)]), put(adapter, key(1))))
+    assert check(adapter, how) == 0
+    assert io.do == []
+    assert adapter.counters["corrupt"] == 0
+    assert get(adapter, key(1)) == [OK]
+
+
+@pytest.mark.parametrize("damage", ["header", "length"])
+@pytest.mark.parametrize("how", ["verify", "compact"])
+def test_while_a_file_is_removed_nothing_is_stored_under_its_name(
+    make: Make, tmp_path: Path, how: str, damage: str
+) -> None:
+    io = Once("unlink")
+    adapter = make(io=io)
+    put(adapter, key(1))
+    file = file_of(adapter, key(1))
+    if damage == "header":
+        flip(file, 20)
+    else:
+        os.truncate(file, 5000)
+    said: list[Outcome] = []
+    io.do.append(lambda: said.extend(put(adapter, key(1), length=OBJECT - 4096)))
+    check(adapter, how)
+    assert said == [Outcome.BUSY]
+    assert get(adapter, key(1)) == [Outcome.MISS]
+    assert put(adapter, key(1)) == get(adapter, key(1)) == [OK]
+    assert adapter.usage().bytes_used == du(tmp_path / "kv")
 
 
 def test_what_is_deleted_leaves_the_medium(make: Make, tmp_path: Path) -> None:
