@@ -11,6 +11,8 @@ Promises
     longer than its deadline.  Without a daemon it answers at once: miss, unavailable.  It raises ValueError for
     arguments that make no sense, and RuntimeError in a fork of the process that attached.
   * A restart of the daemon needs nothing from the caller: the client attaches and registers again by itself.
+  * A signal handler may raise anywhere (Ctrl-C): nothing stays reserved or referenced, no lock stays taken.  At worst the
+    client attaches again by itself, and its other handles end as on a restart.
   * Any thread may call anything.  `close` takes half a second at most; a client that is killed needs no closing.
 
 One module per concept: `client_session` (attach, lose, attach again), `client_rpc` (one socket), `client_arena` (the
@@ -95,30 +97,30 @@ class Client:
 
     @property
     def attached(self) -> bool:
-        return self._session.current is not None
+        return self._session.attachment is not None
 
     @property
     def hung(self) -> bool:
         """Attached, but a deadline expired and the daemon has not answered since: everything is a miss."""
-        attachment = self._session.current
+        attachment = self._session.attachment
         return attachment is not None and attachment.hung
 
     @property
     def epoch(self) -> int:
         """Of the current attachment; 0 = none."""
-        attachment = self._session.current
+        attachment = self._session.attachment
         return attachment.epoch if attachment is not None else 0
 
     @property
     def chunk_tokens(self) -> int:
         """The daemon's default, for callers that have none of their own; 0 = not attached."""
-        attachment = self._session.current
+        attachment = self._session.attachment
         return attachment.welcome.chunk_tokens if attachment is not None else 0
 
     @property
     def has_l2(self) -> bool:
         """The daemon may find in L2 what L1 lacks, for a lookup with ``wait_s``."""
-        attachment = self._session.current
+        attachment = self._session.attachment
         return attachment is not None and attachment.welcome.l2
 
     @property
@@ -217,8 +219,9 @@ class Client:
         if len(buffers) != chunks:
             raise ValueError(f"{len(buffers)} buffers for the {chunks} chunks from start {start} on")
         until = time.monotonic() + deadline_s
-        with self.reserve(ns, packed, start=start, shard=shard, deadline_s=deadline_s) as reservation:
-            committed: list[m.Outcome] = []
+        committed: list[m.Outcome] = []
+        reservation = self.reserve(ns, packed, start=start, shard=shard, deadline_s=deadline_s)
+        try:
             if reservation.granted:
                 if len(reservation.granted) == chunks:
                     sources = rows(buffers, ns.shard_bytes)
@@ -229,6 +232,8 @@ class Client:
                 else:
                     committed = [m.Outcome.LOST] * len(sources)
             return StoreResult(outcomes(reservation, committed, chunks), reservation.missing)
+        finally:
+            reservation.abort()
 
     def reserve(
         self, ns: Namespace, hashes: Hashes, *, start: int = 0, shard: int = 0, deadline_s: float = 1.0
@@ -249,19 +254,20 @@ class Client:
         if not attachment.mapped:
             raise ValueError("this client was attached with arena=False; it cannot store")
         request = m.Store(attachment.lease, attachment.epoch, namespace_id, shard, packed, start)
-        reply = self._session.call(attachment, request, deadline_s)
-        if not isinstance(reply, m.StoreReply):
-            self._unexpected(attachment, reply)
-            return Reservation(self._session)
-        return reservation_of(
-            self._session,
-            attachment,
-            reply,
-            chunks=total - start,
-            start=start,
-            length=ns.shard_bytes,
-            checksums=self._checksums,
-        )
+        with attachment.exchange():
+            reply = self._session.call(attachment, request, deadline_s)
+            if not isinstance(reply, m.StoreReply):
+                self._unexpected(attachment, reply)
+                return Reservation(self._session)
+            return reservation_of(
+                self._session,
+                attachment,
+                reply,
+                chunks=total - start,
+                start=start,
+                length=ns.shard_bytes,
+                checksums=self._checksums,
+            )
 
     # ---- lookup and retrieve -----------------------------------------------------------------------------------------
 
@@ -281,10 +287,11 @@ class Client:
         if bound is not None and packed:
             attachment, namespace_id = bound
             request = m.Lookup(attachment.lease, attachment.epoch, namespace_id, packed, readers, 0)
-            reply = session.call(attachment, request, deadline_s)
-            if type(reply) is m.LookupReply and not reply.pending and 0 <= reply.ready <= len(packed) // HASH_BYTES:
-                return Lookup(session, attachment, reply.handle, reply.ready, readers * ns.shards)
-            self._unexpected(attachment, reply)
+            with attachment.exchange():
+                reply = session.call(attachment, request, deadline_s)
+                if type(reply) is m.LookupReply and not reply.pending and 0 <= reply.ready <= len(packed) // HASH_BYTES:
+                    return Lookup(session, attachment, reply.handle, reply.ready, readers * ns.shards)
+                self._unexpected(attachment, reply)
         return Lookup(session, None, 0, 0, 0)
 
     def begin_lookup(
@@ -338,10 +345,10 @@ class Client:
             if reading is not None:
                 (reading.confirm if confirm else reading.leave)()
             elif confirm:
-                lookup.confirmed()
-                session.settle(
-                    attachment, m.Confirm(attachment.lease, attachment.epoch, lookup.handle, shard), deadline_s
-                )
+                confirmation = m.Confirm(attachment.lease, attachment.epoch, lookup.handle, shard)
+                with attachment.exchange():
+                    lookup.confirmed()
+                    session.settle(attachment, confirmation, deadline_s)
 
     def open_read(self, handle: int, shard: int, start: int, count: int, *, deadline_s: float = 1.0) -> Reading | None:
         """Extents by handle, also of a lookup that another client made.  None = cannot be read, confirm not needed."""
@@ -370,7 +377,7 @@ class Client:
         if isinstance(reply, m.Error):
             self._session.refusal(reply)
             if reply.code == m.ErrorCode.UNKNOWN_NAMESPACE.value:
-                self._session.lost(attachment, reply.message)
+                attachment.end(reply.message)
         elif reply is not None:
             self._session.counters["protocol_errors"] += 1
             self._session.returns.give_back_reply(attachment, reply)

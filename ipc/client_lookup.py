@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +25,7 @@ import xxhash
 from kvkeep.ipc import messages as m
 from kvkeep.ipc.buffers import Buffer, Bytes, as_bytes
 from kvkeep.ipc.client_arena import U32, U64, Arena
-from kvkeep.ipc.client_rpc import MAX_DEADLINE_S, Attachment, Channel
+from kvkeep.ipc.client_rpc import INTERRUPTED, MAX_DEADLINE_S, Attachment, Channel, Sink
 from kvkeep.ipc.copying import copy_all
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ RELEASE_DEADLINE_S = 0.5
 class Lookup:
     """``ready`` chunks from the root are present and stay so until `release`, or until all readers confirmed."""
 
-    __slots__ = ("_attachment", "_open", "_session", "_unconfirmed", "handle", "ready")
+    _open = False  # for the finalizer of one whose making was interrupted
 
     def __init__(
         self, session: Session, attachment: Attachment | None, handle: int, ready: int, unconfirmed: int
@@ -45,8 +46,8 @@ class Lookup:
         self.ready = ready
         self._session = session
         self._attachment = attachment
-        self._open = handle != 0
         self._unconfirmed = unconfirmed  # confirmations until the daemon ends the handle by itself
+        self._open = handle != 0
 
     @property
     def alive(self) -> bool:
@@ -60,10 +61,9 @@ class Lookup:
             return
         if keep > 0:
             self.ready = min(self.ready, keep)
-        else:
-            self._open = False
         request = m.Release(attachment.lease, attachment.epoch, self.handle, max(keep, 0))
         self._session.settle(attachment, request, RELEASE_DEADLINE_S)
+        self._open = keep > 0  # not before: a second RELEASE does no harm, one too few does
 
     def hand_over(self) -> int:
         """The handle, for others to read and confirm.  This object will not release it any more."""
@@ -86,10 +86,14 @@ class Lookup:
         self.release()
 
     def __del__(self) -> None:
-        attachment = self._attachment
-        if self._open and attachment is not None:
-            with contextlib.suppress(Exception):  # interpreter shutdown
+        if self._open and (attachment := self._attachment) is not None:
+            try:
                 self._session.returns.give_back(attachment, m.Release(attachment.lease, attachment.epoch, self.handle))
+            except Exception:  # interpreter shutdown
+                pass
+            except BaseException:
+                attachment.end(INTERRUPTED)
+                raise
 
     def __repr__(self) -> str:
         return f"Lookup(ready={self.ready}, handle={self.handle}, alive={self.alive})"
@@ -97,6 +101,8 @@ class Lookup:
 
 class PendingLookup:
     """A lookup that was sent.  `poll` never waits; it answers with an empty Lookup when the daemon is gone or late."""
+
+    _request_id: bytes | None = None  # until it is known what became of it
 
     def __init__(
         self,
@@ -111,7 +117,6 @@ class PendingLookup:
         self._attachment = attachment
         self._confirmations = confirmations
         self._channel: Channel | None = None
-        self._request_id: bytes | None = None
         self._handle = 0  # of a reply that said pending
         self._heard = False
         self._deadline_s = min(deadline_s + wait_s, MAX_DEADLINE_S)
@@ -120,10 +125,12 @@ class PendingLookup:
 
     def send(self, body: bytes) -> None:
         """Through this thread's channel; what cannot be sent at once is a miss."""
-        if self._attachment is not None:
-            self._channel = self._session.channel(self._attachment)
-        if self._channel is not None:
-            self._request_id = self._channel.post(body, self._receive)
+        attachment = self._attachment
+        if attachment is not None:
+            with attachment.exchange():
+                self._channel = self._session.channel(attachment)
+                if self._channel is not None:
+                    self._request_id = self._channel.post(body, _sink_of(weakref.ref(self), self._session, attachment))
         if self._request_id is None and self._result is None:
             self._result = self._miss()
 
@@ -135,7 +142,8 @@ class PendingLookup:
         attachment, channel = self._attachment, self._channel
         if attachment is None or channel is None or not attachment.alive:
             return self._give_up()
-        channel.drain()
+        with attachment.exchange():
+            channel.drain()
         if self._result is None and time.monotonic() >= self._deadline:
             if not self._heard:
                 self._session.late(attachment, "a LOOKUP", self._deadline_s)
@@ -146,7 +154,8 @@ class PendingLookup:
         """Wait for the answer.  After ``deadline_s`` the lookup is cancelled, and is a miss."""
         until = min(self._deadline, time.monotonic() + deadline_s)
         if self._result is None and self._channel is not None:
-            self._channel.wait(lambda: self._result is not None, until)
+            with self._channel.attachment.exchange():
+                self._channel.wait(lambda: self._result is not None, until)
         return self.poll() or self._give_up()
 
     def cancel(self) -> None:
@@ -158,14 +167,15 @@ class PendingLookup:
 
     def _give_up(self) -> Lookup:
         channel, request_id = self._channel, self._request_id
-        self._request_id = None
         if channel is not None and request_id is not None:
-            if self._handle:
-                channel.sinks.pop(request_id, None)
-                self._release_handle()
-            else:
-                channel.forget(request_id)
-                self._session.wake()
+            with channel.attachment.exchange():
+                self._request_id = None
+                if self._handle:
+                    channel.sinks.pop(request_id, None)
+                    self._release_handle()
+                else:
+                    channel.forget(request_id)
+                    self._session.wake()
         if self._result is None:  # the answer may have come in between, in another thread
             self._result = self._miss()
         return self._result
@@ -176,7 +186,7 @@ class PendingLookup:
             self._session.returns.give_back(attachment, m.Release(attachment.lease, attachment.epoch, self._handle))
 
     def _receive(self, reply: m.AnyReply) -> bool:
-        """The channel's sink."""
+        """What the channel's sink does."""
         attachment = self._attachment
         self._heard = True
         if attachment is None or self._result is not None:
@@ -197,13 +207,34 @@ class PendingLookup:
         return Lookup(self._session, self._attachment, 0, 0, 0)
 
     def __del__(self) -> None:
-        if getattr(self, "_result", self) is None:
-            with contextlib.suppress(Exception):
+        if self._request_id is not None and self._result is None:
+            try:
                 self._give_up()
+            except Exception:  # interpreter shutdown
+                pass
+            except BaseException:
+                if self._attachment is not None:
+                    self._attachment.end(INTERRUPTED)
+                raise
+
+
+def _sink_of(reference: weakref.ref[PendingLookup], session: Session, attachment: Attachment) -> Sink:
+    """The channel must not keep a lookup that nobody else keeps: it would hold what comes, and never be cancelled."""
+
+    def take(reply: m.AnyReply) -> bool:
+        pending = reference()
+        if pending is not None:
+            return pending._receive(reply)
+        session.returns.give_back_reply(attachment, reply)
+        return not (isinstance(reply, m.LookupReply) and reply.pending and not reply.handle)  # else more follows
+
+    return take
 
 
 class Reading:
     """Extents of one shard of a range of chunks of a lookup's handle."""
+
+    _confirmed = True  # for the finalizer of one whose making was interrupted
 
     def __init__(
         self,
@@ -223,8 +254,8 @@ class Reading:
         self._offsets = where[0].tolist()
         self._entries, self._generations, self._checksums = where[1:]
         self._verify = verify and self._checksums is not None
-        self._confirmed = False
         self._views: list[Bytes] | None = None
+        self._confirmed = False
 
     @property
     def revoked(self) -> bool:
@@ -287,14 +318,16 @@ class Reading:
         """This reader of this shard is done.  ``wait=False`` leaves the sending to the background."""
         if self._confirmed:
             return
-        self._confirmed = True
-        if self._lookup is not None:
-            self._lookup.confirmed()
-        request = m.Confirm(self._attachment.lease, self._attachment.epoch, self.handle, self.shard)
-        if wait:
-            self._session.settle(self._attachment, request, RELEASE_DEADLINE_S)
-        else:
-            self._session.returns.give_back(self._attachment, request)
+        attachment = self._attachment
+        request = m.Confirm(attachment.lease, attachment.epoch, self.handle, self.shard)
+        with attachment.exchange():  # a second CONFIRM would be another reader's; the end of the attachment is one
+            self._confirmed = True
+            if self._lookup is not None:
+                self._lookup.confirmed()
+            if wait:
+                self._session.settle(attachment, request, RELEASE_DEADLINE_S)
+            else:
+                self._session.returns.give_back(attachment, request)
 
     def leave(self) -> None:
         """Done with these chunks, but not with the handle: other chunks of it will be read, and confirmed."""
@@ -310,9 +343,14 @@ class Reading:
         self.confirm()
 
     def __del__(self) -> None:
-        if not getattr(self, "_confirmed", True):
-            with contextlib.suppress(Exception):
+        if not self._confirmed:
+            try:
                 self.confirm(wait=False)
+            except Exception:  # interpreter shutdown
+                pass
+            except BaseException:
+                self._attachment.end(INTERRUPTED)
+                raise
 
 
 def open_reading(
@@ -322,20 +360,28 @@ def open_reading(
     arena = attachment.arena
     if not attachment.mapped:
         raise ValueError("this client was attached with arena=False; it cannot read chunks")
-    reply = session.call(attachment, request, deadline_s)
-    if isinstance(reply, m.Error):
-        session.refusal(reply)
-    if not isinstance(reply, m.Extents) or arena is None:
-        return None
-    n = request.count
-    sizes = (len(reply.offsets), len(reply.entries), len(reply.generations))
-    if sizes == (8 * n, 4 * n, 4 * n) and len(reply.checksums) in (0, 8 * n):
-        offsets = np.frombuffer(reply.offsets, "<u8")
-        entries = np.frombuffer(reply.entries, "<u4")
-        if arena.inside(offsets, reply.length) and arena.known(entries):
-            checksums = np.frombuffer(reply.checksums, "<u8") if reply.checksums else None
-            where = (offsets, entries, np.frombuffer(reply.generations, "<u4"), checksums)
+    with attachment.exchange():
+        reply = session.call(attachment, request, deadline_s)
+        if isinstance(reply, m.Error):
+            session.refusal(reply)
+        if not isinstance(reply, m.Extents) or arena is None:
+            return None
+        where = _extents(arena, reply, request.count)
+        if where is not None:
             return Reading(session, attachment, arena, request, reply.length, where, **options)
-    session.counters["protocol_errors"] += 1
-    session.returns.give_back(attachment, m.Confirm(attachment.lease, attachment.epoch, request.handle, request.shard))
-    return None
+        session.counters["protocol_errors"] += 1
+        confirmation = m.Confirm(attachment.lease, attachment.epoch, request.handle, request.shard)
+        session.returns.give_back(attachment, confirmation)
+        return None
+
+
+def _extents(arena: Arena, reply: m.Extents, count: int) -> tuple[U64, U32, U32, U64 | None] | None:
+    """Offsets, entries, generations and checksums; None = they cannot be right."""
+    sizes = (len(reply.offsets), len(reply.entries), len(reply.generations))
+    if sizes != (8 * count, 4 * count, 4 * count) or len(reply.checksums) not in (0, 8 * count):
+        return None
+    offsets, entries = np.frombuffer(reply.offsets, "<u8"), np.frombuffer(reply.entries, "<u4")
+    if not (arena.inside(offsets, reply.length) and arena.known(entries)):
+        return None
+    checksums = np.frombuffer(reply.checksums, "<u8") if reply.checksums else None
+    return offsets, entries, np.frombuffer(reply.generations, "<u4"), checksums

@@ -51,9 +51,10 @@ class Management:
         if attachment is None:
             raise Unavailable(session.state)
         request = kind(attachment.lease, attachment.epoch, *fields)
-        reply = session.call(attachment, request, deadline_s)  # type: ignore[arg-type]
-        if isinstance(reply, expected):
-            return reply
+        with attachment.exchange():
+            reply = session.call(attachment, request, deadline_s)  # type: ignore[arg-type]
+            if isinstance(reply, expected):
+                return reply
         if reply is None:
             raise Unavailable(f"the daemon did not answer {kind.__name__} within {deadline_s:g} s: {session.state}")
         if isinstance(reply, m.Error):

@@ -8,6 +8,10 @@ there; any other is *stray*: its request was given up.  A stray reply that carri
 would count references and reservations that nobody knows of.
 
 Every wait ends at its deadline, or at once when the attachment ends.
+
+A signal handler may raise (Ctrl-C) anywhere in here: half a message is sent then, or half a reply taken, or the lock
+stays taken, or a handle has come that nobody knows of.  None of this is repaired.  Whoever sends does it in an
+`Exchange`, which ends the attachment: the daemon drops all that it holds for it, and the client attaches again.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import msgspec
 import zmq
@@ -29,6 +34,9 @@ HIGH_WATER = 256  # messages each way; a daemon that hangs must not cost the cli
 MAX_REPLY_BYTES = 64 << 20
 MAX_DEADLINE_S = 3600.0  # whatever a caller says
 FAST_WAIT_MS = 5  # longer waits go through a poller that also sees the attachment end
+TURN_S = 0.02  # of one of several that wait in a channel
+
+INTERRUPTED = "a signal handler interrupted a call"
 
 Sink = Callable[[AnyReply], bool]  # True = this was the last reply for it; called under the channel's lock
 
@@ -48,21 +56,48 @@ class Attachment:
         self.event_fd = event_fd  # -1 = none
         self.endpoint = endpoint
         self.alive = True
+        self.why = ""  # it ended
         self.hung = False  # the breaker: a deadline expired, and no answer has come since
         self.down_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # readable from the end on
 
-    def end(self) -> bool:
-        """True for the one call that ended it."""
-        if not self.alive:
-            return False
-        self.alive = False
-        os.eventfd_write(self.down_fd, 1)
-        return True
+        self._pid = os.getpid()
+
+    def end(self, why: str) -> None:
+        """The first reason counts.  Takes no lock, wakes all who wait; in a fork only the fork forgets it."""
+        if self.alive:
+            self.alive, self.why = False, why
+            if os.getpid() == self._pid:
+                os.eventfd_write(self.down_fd, 1)
+
+    def exchange(self) -> Exchange:
+        return Exchange(self)
 
     def __del__(self) -> None:
         for fd in (getattr(self, "down_fd", -1), self.event_fd):
             if fd >= 0:
                 os.close(fd)
+
+
+class Exchange:
+    """``with attachment.exchange():`` around a request, its reply, and the making of the object that owns what came.
+    What raises in there ends the attachment, see the module; what may raise for other reasons stays out."""
+
+    __slots__ = ("_attachment",)
+
+    def __init__(self, attachment: Attachment) -> None:
+        self._attachment = attachment
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._attachment.end(INTERRUPTED)
+
+
+class Answer(NamedTuple):
+    reply: AnyReply | None = None  # None = no usable answer in time
+    sent: bool = False  # whether the request left this process
 
 
 class Channel:
@@ -79,7 +114,6 @@ class Channel:
         self.lock = threading.Lock()
         self.owner = threading.current_thread()
         self.closed = False
-        self.sent = False  # whether the last `call` left this process
         self.sinks: dict[bytes, Sink] = {}
         self._unanswered = 0  # requests without a sink whose reply has not come yet
         self._forgotten: set[bytes] = set()  # requests that lost their sink, likewise
@@ -100,24 +134,21 @@ class Channel:
         sock.connect(attachment.endpoint)
         self.socket = sock
 
-    def call(self, body: bytes, deadline_s: float) -> AnyReply | None:
-        """Send and wait.  None = no usable answer; when the deadline was the reason, `late` was told."""
+    def call(self, body: bytes, deadline_s: float) -> Answer:
+        """Send and wait.  When the deadline was the reason for no reply, `late` was told."""
         deadline_s = min(deadline_s, MAX_DEADLINE_S)
         until = time.monotonic() + deadline_s
-        self.sent = False
         if not self.lock.acquire(timeout=max(deadline_s, 0.0)):
-            return None
+            return Answer()
         try:
-            request_id = self._next_id()
-            if not self._usable() or not self._send(request_id, body, until):
-                reply = None
-            else:
-                self.sent = True
-                self._unanswered += 1  # until proven otherwise, also when an exception interrupts the wait
+            request_id, reply = self._next_id(), None
+            sent = self._usable() and self._send(request_id, body, until)
+            if sent:
+                self._unanswered += 1
                 reply = self._await(request_id, until)
             if reply is None and self._usable() and time.monotonic() >= until:
                 self._late(self.attachment, f"{_tag(body)} of {len(body)} bytes", deadline_s)
-            return reply
+            return Answer(reply, sent)
         finally:
             self.lock.release()
 
@@ -169,11 +200,13 @@ class Channel:
             if left <= 0:
                 return
             self.drain()
-            if done() or not self.lock.acquire(timeout=left):
+            if done():
                 return
+            if not self.lock.acquire(timeout=min(left, 5 * TURN_S)):
+                continue
             try:
                 if self._usable():
-                    self._ready(zmq.POLLIN, min(until, time.monotonic() + 0.02))
+                    self._ready(zmq.POLLIN, min(until, time.monotonic() + TURN_S))
             finally:
                 self.lock.release()
 
@@ -208,12 +241,10 @@ class Channel:
                 return False
         try:
             self.socket.send(body, zmq.NOBLOCK)
-        except BaseException as error:  # half a message: the socket is of no use any more
+        except zmq.ZMQError:  # half a message: the socket is of no use any more
             self.closed = True
             self.socket.close(0)
-            if isinstance(error, zmq.ZMQError):
-                return False
-            raise
+            return False
         return True
 
     def _await(self, request_id: bytes, until: float) -> AnyReply | None:

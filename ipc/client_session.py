@@ -30,7 +30,7 @@ from kvkeep.ipc import messages as m
 from kvkeep.ipc.attach_frames import AttachRefused
 from kvkeep.ipc.client_arena import ArenaError
 from kvkeep.ipc.client_attach import Options, attach_path, open_attachment
-from kvkeep.ipc.client_rpc import Attachment, Channel
+from kvkeep.ipc.client_rpc import Answer, Attachment, Channel
 from kvkeep.ipc.client_upkeep import Ping, Returns, clear, zmq_context
 from kvkeep.ipc.namespace import Namespace
 
@@ -58,7 +58,7 @@ class Session:
     def __init__(self, options: Options) -> None:
         self.options = options
         self.pid = os.getpid()
-        self.attachment: Attachment | None = None
+        self._published: Attachment | None = None  # written by the thread only
         self.refused: AttachRefused | None = None
         self.last_error = "not tried yet"
         self.closing = False
@@ -85,15 +85,15 @@ class Session:
         return self.attachment is not None
 
     @property
-    def current(self) -> Attachment | None:
-        """The attachment; None from the moment on that its end was noticed, whoever noticed it."""
-        attachment = self.attachment
+    def attachment(self) -> Attachment | None:
+        """None from the moment on that its end was noticed, whoever noticed it."""
+        attachment = self._published
         return attachment if attachment is not None and attachment.alive else None
 
     @property
     def state(self) -> str:
         """One line for logs: attached, or why not."""
-        attachment = self.current
+        attachment = self.attachment
         if attachment is None:
             return f"not attached to {self.where()}: {self.last_error}"
         return f"attached to {self.where()}, epoch {attachment.epoch}" + ", hung" * attachment.hung
@@ -115,38 +115,36 @@ class Session:
             log.warning("the daemon refused a request (%s): %s", error.code, error.message)
 
     def call(self, attachment: Attachment, request: m.AnyRequest, deadline_s: float) -> m.AnyReply | None:
-        """One request, one reply; None = the daemon is gone, silent, restarted, or not to be understood."""
+        """One request, one reply; None = the daemon is gone, silent, restarted, or not to be understood.  Who asks for
+        something that must be given back does it in an `Attachment.exchange`."""
+        return self.ask(attachment, request, deadline_s).reply
+
+    def ask(self, attachment: Attachment, request: m.AnyRequest, deadline_s: float) -> Answer:
+        """The same for those who must know whether the request left us at all."""
         self.check_process()
+        body = m.encode(request)
         if attachment.hung or not attachment.alive:
-            if (channel := getattr(self._local, "channel", None)) is not None:
-                channel.sent = False
-            return None
-        channel = self.channel(attachment)
-        reply = channel.call(m.encode(request), deadline_s) if channel is not None else None
-        return None if reply is None else self.examine(attachment, reply)
+            return Answer()
+        with attachment.exchange():
+            channel = self.channel(attachment)
+            answer = channel.call(body, deadline_s) if channel is not None else Answer()
+            if answer.reply is None or self.examine(attachment, answer.reply) is not None:
+                return answer
+            return Answer(None, answer.sent)
 
     def settle(self, attachment: Attachment, request: m.AnyRequest, deadline_s: float) -> None:
         """Give something back and wait for the answer, so that it is given back when this returns.  If it cannot be
         sent now it is sent later; it is never sent twice, a second CONFIRM would be another reader's."""
-        reached = not attachment.hung
-        if reached:
-            self.call(attachment, request, deadline_s)
-            reached = self.sent()
-        if not reached:
+        if not self.ask(attachment, request, deadline_s).sent:
             self.returns.give_back(attachment, request)
-
-    def sent(self) -> bool:
-        """Whether this thread's last `call` left this process."""
-        channel: Channel | None = getattr(self._local, "channel", None)
-        return channel is not None and channel.sent
 
     def examine(self, attachment: Attachment, reply: m.AnyReply) -> m.AnyReply | None:
         """Notice a restart in a reply."""
         if reply.epoch != attachment.epoch:
-            self.lost(attachment, f"its epoch is now {reply.epoch}")
+            attachment.end(f"its epoch is now {reply.epoch}")
             return None
         if type(reply) is m.Error and reply.code in _OVER:
-            self.lost(attachment, reply.message)
+            attachment.end(reply.message)
             return None
         return reply
 
@@ -177,14 +175,6 @@ class Session:
                 "attach a new one after the fork"
             )
 
-    def lost(self, attachment: Attachment, why: str) -> None:
-        """From any thread: this attachment is over.  The next one comes by itself."""
-        if self.attachment is attachment:
-            self.attachment = None
-        if attachment.end():
-            log.info("lost the daemon: %s", why)
-            self.wake()
-
     def wake(self) -> None:
         with contextlib.suppress(OSError):
             os.eventfd_write(self._wake_fd, 1)
@@ -195,10 +185,8 @@ class Session:
         if os.getpid() != self.pid:
             return
         self.closing = self.returns.closed = True
-        attachment = self.attachment
-        self.attachment = None
-        if attachment is not None:
-            attachment.end()
+        if (attachment := self._published) is not None:
+            attachment.end("closed")
         self.wake()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(CLOSE_S)
@@ -265,7 +253,7 @@ class Session:
             self.counters["attaches"] += 1
             log.info("attached to %s, epoch %d, lease %d", self.where(), attachment.epoch, attachment.welcome.lease_id)
             poller = zmq.Poller()
-            for fd in (attachment.sock.fileno(), self._wake_fd, attachment.event_fd):
+            for fd in (attachment.sock.fileno(), self._wake_fd, attachment.event_fd, attachment.down_fd):
                 if fd >= 0:
                     poller.register(fd, zmq.POLLIN)
             poller.register(channel.socket, zmq.POLLIN)
@@ -281,7 +269,7 @@ class Session:
                     os.eventfd_write(self.eventfd, 1)
                 channel.drain()
                 if channel.closed:
-                    self.lost(attachment, "its RPC socket broke")
+                    attachment.end("its RPC socket broke")
                 elif attachment.hung:
                     ping.send_if_due()
                 else:
@@ -310,7 +298,7 @@ class Session:
             return
         except OSError:
             pass
-        self.lost(attachment, "it closed the connection")
+        attachment.end("it closed the connection")
 
     def _register_all(self, attachment: Attachment, channel: Channel) -> bool:
         """Every namespace, also those added meanwhile; then the attachment is there for all."""
@@ -318,13 +306,13 @@ class Session:
             with self._publishing:
                 todo = [ns for ns in self.namespaces.values() if ns.binding(attachment) is None]
                 if not todo and attachment.alive:
-                    self.attachment = attachment
+                    self._published = attachment
                     self.refused = None
                     return True
             if not attachment.alive:
                 return False
             for namespace in todo:
-                reply = channel.call(m.encode(namespace.request(attachment)), REGISTER_S)
+                reply = channel.call(m.encode(namespace.request(attachment)), REGISTER_S).reply
                 if reply is None or self.examine(attachment, reply) is None:
                     self._unregistered = True  # for an attachment in use: again when it answers
                     return False
@@ -335,11 +323,13 @@ class Session:
 
     def _retire(self, attachment: Attachment) -> None:
         """End it for everybody and wait for the copies that run; only then may a new one be asked for."""
-        self.lost(attachment, "closed" if self.closing else "could not serve")
+        attachment.end("closed" if self.closing else "could not serve")
+        self._published = None
+        log.info("detached: %s", attachment.why)
         os.eventfd_write(self.eventfd, 1)  # whoever waits for a lookup looks, and finds a miss
         for channel in list(self._channels):
             channel.close(0.02)  # whoever is waiting in it has been woken
-        self._channels = [c for c in self._channels if not c.closed]
+        self._channels = [c for c in self._channels if c.attachment is not attachment]  # others end with their users
         self.returns.clear()
         if attachment.arena is not None:
             guard = attachment.arena.guard

@@ -22,7 +22,7 @@ import xxhash
 from kvkeep.ipc import messages as m
 from kvkeep.ipc.buffers import Buffer, Bytes, as_bytes
 from kvkeep.ipc.client_arena import Arena
-from kvkeep.ipc.client_rpc import Attachment
+from kvkeep.ipc.client_rpc import INTERRUPTED, Answer, Attachment
 from kvkeep.ipc.copying import copy_all
 from kvkeep.ipc.messages import Outcome, Verdict
 
@@ -89,6 +89,8 @@ class StoreResult:
 class Reservation:
     """Extents for the chunks that were granted; empty when none was, or when there is no daemon."""
 
+    _open = False  # for the finalizer of one whose making was interrupted
+
     def __init__(
         self,
         session: Session,
@@ -108,7 +110,8 @@ class Reservation:
         self.verdicts = [_VERDICTS[v] for v in reply.verdicts] if reply is not None else []
         self.granted = [start + i for i, v in enumerate(self.verdicts) if v == Verdict.GRANTED]  # chunk positions
         self._offsets: list[int] = np.frombuffer(reply.offsets, "<u8").tolist() if reply is not None else []
-        self._open = self.handle != 0
+        self._writable = self.handle != 0
+        self._open = self.handle != 0  # until the daemon has been told what became of it
 
     @property
     def available(self) -> bool:
@@ -131,7 +134,7 @@ class Reservation:
     def copying(self) -> contextlib.AbstractContextManager[bool]:
         """``with reservation.copying() as allowed``: if not allowed, do not touch the views."""
         arena = self._arena
-        return arena.guard.copying() if arena is not None and self._open else contextlib.nullcontext(False)
+        return arena.guard.copying() if arena is not None and self._writable else contextlib.nullcontext(False)
 
     def write(self, i: int, source: Buffer) -> bool:
         """Fill the extent of chunk ``granted[i]``.  False = refused, nothing was written."""
@@ -156,16 +159,16 @@ class Reservation:
         attachment, request = self._attachment, self.commit_request(ok)
         if request is None or attachment is None:
             return [Outcome.LOST] * len(self.granted)
-        return self.committed(self._session.call(attachment, request, deadline_s), sent=self._session.sent())
+        return self.committed(self._session.ask(attachment, request, deadline_s))
 
     def commit_request(self, ok: Sequence[bool] | None = None) -> m.Commit | None:
         """The first half of `commit`, for callers that send many at once: the request, None = there is nothing to
-        commit.  From here on the reservation is over; `committed` must follow."""
+        commit.  From here on nothing can be written; `committed` must follow, else it is aborted after all."""
         count = len(self.granted)
         if ok is not None and len(ok) != count:
             raise ValueError(f"{len(ok)} results for {count} granted chunks")
         attachment, arena = self._attachment, self._arena
-        if not self._open or attachment is None or arena is None:
+        if not self._writable or attachment is None or arena is None:
             return None
         results = b"\x01" * count if ok is None else bytes(map(bool, ok))
         sums = b""
@@ -174,17 +177,17 @@ class Reservation:
                 if allowed:
                     views = self.views
                     sums = np.array([xxhash.xxh3_64_intdigest(v.data) for v in views], "<u8").tobytes()
-        self._open = False
+        self._writable = False
         return m.Commit(attachment.lease, attachment.epoch, self.handle, results, sums)
 
-    def committed(self, reply: m.AnyReply | None, *, sent: bool) -> list[Outcome]:
-        """The second half: what the answer to `commit_request` says.  ``sent``: whether the request left us at all."""
-        count = len(self.granted)
+    def committed(self, answer: Answer) -> list[Outcome]:
+        """The second half: what the answer to `commit_request` says."""
+        count, reply, attachment = len(self.granted), answer.reply, self._attachment
+        if not answer.sent and attachment is not None:  # else the daemon will find it, whenever it looks
+            self._session.returns.give_back(attachment, m.Abort(attachment.lease, attachment.epoch, self.handle))
+        self._open = False
         if isinstance(reply, m.CommitReply) and len(reply.outcomes) == count:
             return [_OUTCOMES.get(o, Outcome.LOST) for o in reply.outcomes]
-        attachment = self._attachment
-        if not sent and attachment is not None:  # else the daemon will find it, whenever it looks
-            self._session.returns.give_back(attachment, m.Abort(attachment.lease, attachment.epoch, self.handle))
         return [Outcome.LOST] * count
 
     def abort(self) -> None:
@@ -192,9 +195,10 @@ class Reservation:
         attachment = self._attachment
         if not self._open or attachment is None:
             return
-        self._open = False
+        self._writable = False
         request = m.Abort(attachment.lease, attachment.epoch, self.handle)
         self._session.settle(attachment, request, COMMIT_DEADLINE_S)
+        self._open = False  # not before: a second ABORT does no harm, one too few does
 
     def __len__(self) -> int:
         return len(self.granted)
@@ -206,10 +210,14 @@ class Reservation:
         self.abort()
 
     def __del__(self) -> None:
-        attachment = getattr(self, "_attachment", None)
-        if attachment is not None and getattr(self, "_open", False):
-            with contextlib.suppress(Exception):
+        if self._open and (attachment := self._attachment) is not None:
+            try:
                 self._session.returns.give_back(attachment, m.Abort(attachment.lease, attachment.epoch, self.handle))
+            except Exception:  # interpreter shutdown
+                pass
+            except BaseException:
+                attachment.end(INTERRUPTED)
+                raise
 
 
 def reservation_of(

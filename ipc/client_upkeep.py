@@ -35,9 +35,10 @@ class Returns:
 
     def give_back(self, attachment: Attachment, request: m.AnyRequest) -> None:
         if attachment.alive and not self.closed and os.getpid() == self._pid:
-            self._queue.append((attachment, m.encode(request)))
-            with contextlib.suppress(OSError):
-                os.eventfd_write(self._wake_fd, 1)
+            with attachment.exchange():  # what is not given back now is never
+                self._queue.append((attachment, m.encode(request)))
+                with contextlib.suppress(OSError):
+                    os.eventfd_write(self._wake_fd, 1)
 
     def give_back_reply(self, attachment: Attachment, reply: m.AnyReply) -> None:
         """What a reply that nobody waits for has brought."""

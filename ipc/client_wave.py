@@ -9,20 +9,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from kvkeep.ipc import messages as m
-from kvkeep.ipc.client_rpc import Attachment, Sink
+from kvkeep.ipc.client_rpc import Answer, Attachment, Channel, Sink
 
 if TYPE_CHECKING:
     from kvkeep.ipc.client_session import Session
 
 WINDOW = 64  # requests on the way; well below the socket's high-water mark
-
-
-class Answer(NamedTuple):
-    reply: m.AnyReply | None = None  # None = no usable answer in time
-    sent: bool = False  # whether the request left this process
 
 
 class _Wave:
@@ -55,34 +50,39 @@ class _Wave:
 def ask_all(
     session: Session, attachment: Attachment, requests: Sequence[m.AnyRequest], deadline_s: float
 ) -> list[Answer]:
-    """One answer per request, in order.  Only for requests with exactly one reply (not a LOOKUP that waits)."""
+    """One answer per request, in order.  Only for requests with exactly one reply (not a LOOKUP that waits).  Who asks
+    for something that must be given back does it in an `Attachment.exchange`."""
     session.check_process()
-    until = time.monotonic() + deadline_s
-    channel = None if attachment.hung or not attachment.alive else session.channel(attachment)
-    if channel is None:
-        return [Answer()] * len(requests)
-    wave = _Wave(session, attachment, len(requests))
+    bodies = [m.encode(request) for request in requests]
+    channel = None
+    with attachment.exchange():
+        if attachment.alive and not attachment.hung:
+            channel = session.channel(attachment)
+        if channel is None:
+            return [Answer()] * len(requests)
+        return _ask(session, channel, bodies, deadline_s)
+
+
+def _ask(session: Session, channel: Channel, bodies: Sequence[bytes], deadline_s: float) -> list[Answer]:
+    until, attachment = time.monotonic() + deadline_s, channel.attachment
+    wave = _Wave(session, attachment, len(bodies))
     ids: list[bytes | None] = []
-    try:
-        for i, request in enumerate(requests):
-            if i >= WINDOW:
-                channel.wait(lambda: wave.arrived > len(ids) - WINDOW, until)
-            in_time = time.monotonic() < until or not i
-            ids.append(channel.post(m.encode(request), wave.sink(i)) if in_time else None)
-            if ids[-1] is None:
-                break
-        posted = sum(request_id is not None for request_id in ids)
-        channel.wait(lambda: wave.arrived == posted, until)
-    finally:
-        wave.end()
-        late = [request_id for request_id in ids if request_id is not None and request_id in channel.sinks]
-        for request_id in late:
-            channel.forget(request_id)
-        if late:
-            session.wake()
+    for i, body in enumerate(bodies):
+        if i >= WINDOW:
+            channel.wait(lambda: wave.arrived > len(ids) - WINDOW, until)
+        in_time = time.monotonic() < until or not i
+        ids.append(channel.post(body, wave.sink(i)) if in_time else None)
+        if ids[-1] is None:
+            break
+    posted = sum(request_id is not None for request_id in ids)
+    channel.wait(lambda: wave.arrived == posted, until)
+    wave.end()
+    late = [request_id for request_id in ids if request_id is not None and request_id in channel.sinks]
+    for request_id in late:
+        channel.forget(request_id)
     if late and attachment.alive:
-        session.late(attachment, f"{len(late)} of {len(requests)} requests", deadline_s)
-    ids += [None] * (len(requests) - len(ids))
+        session.late(attachment, f"{len(late)} of {len(bodies)} requests", deadline_s)
+    ids += [None] * (len(bodies) - len(ids))
     return [
         Answer(session.examine(attachment, reply) if reply is not None else None, request_id is not None)
         for reply, request_id in zip(wave.replies, ids, strict=True)

@@ -54,26 +54,34 @@ class Putting:
             return [Put.UNAVAILABLE] * len(window)
         attachment, namespace_id = bound
         requests = [m.Store(attachment.lease, attachment.epoch, namespace_id, 0, one.chain, 0) for one in window]
+        reservations: list[Reservation] = []
+        try:
+            with attachment.exchange():
+                answers = ask_all(self._session, attachment, requests, self._until.left)
+                for one, answer in zip(window, answers, strict=True):
+                    reservations.append(self._reservation(attachment, one, answer.reply))
+            return self._fill(attachment, window, reservations)
+        finally:
+            for reservation in reservations:
+                reservation.abort()
+
+    def _fill(
+        self, attachment: Attachment, window: Sequence[Outgoing], reservations: Sequence[Reservation]
+    ) -> list[Put]:
         results: list[Put] = []
         commits: list[tuple[int, Reservation, m.Commit]] = []
-        answers = ask_all(self._session, attachment, requests, self._until.left)
-        reservations = [
-            self._reservation(attachment, one, answer.reply) for one, answer in zip(window, answers, strict=True)
-        ]
         for i, (one, reservation) in enumerate(zip(window, reservations, strict=True)):
             verdict = self._judge(one, reservation)
-            if verdict is Put.STORED:
-                request = reservation.commit_request() if self._write(one, reservation) else None
-                if request is None:
-                    verdict = Put.UNAVAILABLE
-                else:
-                    commits.append((i, reservation, request))
-            reservation.abort()  # what will not be committed
+            request = reservation.commit_request() if verdict is Put.STORED and self._write(one, reservation) else None
+            if request is not None:
+                commits.append((i, reservation, request))
+            else:
+                verdict = Put.UNAVAILABLE if verdict is Put.STORED else verdict
+                reservation.abort()
             results.append(verdict)
         answers = ask_all(self._session, attachment, [request for _, _, request in commits], self._until.left)
         for (i, reservation, _), answer in zip(commits, answers, strict=True):
-            outcomes = reservation.committed(answer.reply, sent=answer.sent)
-            if any(outcome is not Outcome.SEALED for outcome in outcomes):
+            if any(outcome is not Outcome.SEALED for outcome in reservation.committed(answer)):
                 results[i] = Put.UNAVAILABLE
         return results
 

@@ -257,6 +257,7 @@ class FakeDaemon:
         if not self.leases:
             self.lookups.clear()
             self.stores.clear()
+            self.unfinished.clear()
 
     def _handle(self, request: m.AnyRequest) -> m.AnyReply:
         if request.epoch != self.epoch:

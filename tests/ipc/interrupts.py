@@ -26,7 +26,8 @@ def interrupted(call: Callable[[], object], point: int, *, outside: tuple[str, .
 
     def profile(frame: FrameType, event: str, _: Any) -> None:
         nonlocal left
-        if event in ("call", "c_return") and not frame.f_code.co_filename.startswith(outside):
+        begun = event == "call" and frame.f_code.co_name != "__del__"  # else the finalizer would be lost, as it may be
+        if (begun or event == "c_return") and not frame.f_code.co_filename.startswith(outside):
             left -= 1
             if left < 0:
                 sys.setprofile(None)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+import signal
 import threading
+import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
+from kvkeep.ipc import client_session
 from kvkeep.ipc.client import Client, Namespace
 from kvkeep.ipc.client_arena import Guard
 from kvkeep.ipc.client_lookup import Lookup
+from kvkeep.ipc.kvstore import KVStore
 from kvkeep.ipc.kvstore_pins import Pins
 from tests.ipc.conftest import SIZE, content, eventually, hashes
 from tests.ipc.fake_daemon import FakeDaemon
@@ -86,6 +92,144 @@ def test_an_interrupt_at_any_point_of_pinning_leaves_no_lock() -> None:
         within(10, lambda: len(pins))
     pins.close()
     eventually(lambda: not [t for t in threading.enumerate() if t.name == "kvkeep-pins"])
+
+
+# ---- requests and what they bring ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attaching again after each of hundreds of interrupts is not to be slowed down."""
+    monkeypatch.setattr(client_session, "STABLE_S", 0.0)
+    monkeypatch.setattr(client_session, "BACKOFF_S", (0.001, 1.0))
+
+
+def survives(kv: Client, fake: FakeDaemon, call: Callable[[], object], *, least: int) -> None:
+    """Interrupted at any point of ``call`` the client gives everything back, and is there again, soon and by itself."""
+    points = 0
+    for point in at_every_point(call, outside=(threading.__file__, logging.__file__)):
+        points += 1
+        eventually(lambda: not fake.lookups and not fake.stores and kv.attached, within_s=10)
+        attachment = kv._session.attachment
+        assert attachment is None or attachment.arena is None or attachment.arena.guard.wait_idle(0), point
+        forget(fake)
+    print(points, "points")
+    assert points >= least
+
+
+def forget(fake: FakeDaemon) -> None:
+    def clear() -> None:
+        fake.arena.chunks.clear()
+        fake.arena.used = 0
+
+    fake.do(clear)
+
+
+def test_an_interrupt_at_any_point_of_a_store_leaves_no_reservation(
+    kv: Client, ns: Namespace, fake: FakeDaemon, quick: None
+) -> None:
+    survives(kv, fake, lambda: kv.store(ns, hashes(2), [content(0), content(1)]), least=100)
+    assert kv.store(ns, hashes(2), [content(0), content(1)])
+
+
+def test_an_interrupt_at_any_point_of_a_reservation_leaves_none(
+    kv: Client, ns: Namespace, fake: FakeDaemon, quick: None
+) -> None:
+    def reserve() -> None:
+        with kv.reserve(ns, hashes(2)) as reservation:
+            reservation.write(0, content(0))
+
+    survives(kv, fake, reserve, least=80)
+
+
+def test_an_interrupt_at_any_point_of_a_load_leaves_no_reference(
+    kv: Client, ns: Namespace, fake: FakeDaemon, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kv.store(ns, hashes(2), [content(0), content(1)])
+    monkeypatch.setitem(globals(), "forget", lambda _: None)
+    target = np.zeros((2, SIZE), np.uint8)
+
+    def load() -> None:
+        with kv.lookup(ns, hashes(2)) as found:
+            kv.retrieve(found, target[: found.ready])
+
+    survives(kv, fake, load, least=100)
+    with kv.lookup(ns, hashes(2)) as found:
+        assert kv.retrieve(found, target) == [True, True]
+
+
+def test_an_interrupt_at_any_point_of_a_finalizer_loses_nothing(
+    kv: Client, ns: Namespace, fake: FakeDaemon, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kv.store(ns, hashes(1), [content(0)])
+    monkeypatch.setitem(globals(), "forget", lambda _: None)
+
+    def drop_all() -> None:
+        found = kv.lookup(ns, hashes(1))
+        kv.open_read(found.handle, 0, 0, 1)
+        kv.reserve(ns, hashes(2), start=1)
+        kv.begin_lookup(ns, hashes(1))
+
+    survives(kv, fake, drop_all, least=200)
+
+
+@pytest.mark.parametrize("pending", [False, True])
+def test_an_interrupt_at_any_point_of_a_lookup_that_waits_leaves_no_reference(
+    kv: Client, ns: Namespace, fake: FakeDaemon, quick: None, pending: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kv.store(ns, hashes(2), [content(0), content(1)])
+    monkeypatch.setitem(globals(), "forget", lambda _: None)
+    fake.pending = pending
+
+    def look() -> None:
+        lookup = kv.begin_lookup(ns, hashes(2), wait_s=5)
+        if pending:
+            until = time.monotonic() + 10
+            while kv.attached and not fake.unfinished and time.monotonic() < until:
+                time.sleep(0.001)
+            fake.finish_lookups()
+        lookup.wait().release()
+
+    survives(kv, fake, look, least=50)
+
+
+def test_an_interrupt_at_any_point_of_a_batched_put_leaves_no_reservation(
+    kv: Client, fake: FakeDaemon, quick: None
+) -> None:
+    with KVStore(kv, space="s", page_bytes=SIZE) as store:
+        survives(kv, fake, lambda: store.batched_put([("a", b"1"), ("b", b"2")]), least=200)
+        assert all(store.batched_put([("a", b"1"), ("b", b"2")]))
+
+
+def test_an_interrupt_while_waiting_gives_back_what_comes_without_another_call(
+    kv: Client, ns: Namespace, fake: FakeDaemon
+) -> None:
+    fake.hold()
+    timer = threading.Timer(0.1, lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        kv.reserve(ns, hashes(1))
+    timer.join()
+    fake.let_go()
+    eventually(lambda: not fake.stores)
+    eventually(lambda: kv.attached)
+
+
+def test_signals_that_do_not_raise_change_nothing(kv: Client, ns: Namespace, fake: FakeDaemon) -> None:
+    heard: list[int] = []
+    handler = signal.signal(signal.SIGALRM, lambda number, _: heard.append(number))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 5e-4, 5e-4)
+        for i in range(100):
+            chain, target = hashes(1, salt=i), bytearray(SIZE)
+            assert kv.store(ns, chain, [content(i)])
+            with kv.lookup(ns, chain) as found:
+                assert kv.retrieve(found, [target]) == [True]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+    assert heard
+    assert kv.counters["attaches"] == 1
 
 
 class Held(Lookup):
