@@ -11,8 +11,8 @@ Promises
     longer than its deadline.  Without a daemon it answers at once: miss, unavailable.  It raises ValueError for
     arguments that make no sense, and RuntimeError in a fork of the process that attached.
   * A restart of the daemon needs nothing from the caller: the client attaches and registers again by itself.
-  * A signal handler may raise anywhere (Ctrl-C): nothing stays reserved or referenced, no lock stays taken.  At worst the
-    client attaches again by itself, and its other handles end as on a restart.
+  * A signal handler may raise anywhere (Ctrl-C): nothing stays reserved or referenced, no lock stays taken.  At worst
+    the client attaches again by itself, and its other handles end as on a restart.
   * Any thread may call anything.  `close` takes half a second at most; a client that is killed needs no closing.
 
 One module per concept: `client_session` (attach, lose, attach again), `client_rpc` (one socket), `client_arena` (the

@@ -179,6 +179,11 @@ class Channel:
     def expects_strays(self) -> bool:
         return self._unanswered > 0 or bool(self._forgotten)
 
+    @property
+    def orphaned(self) -> bool:
+        """Of a thread that has ended, and nothing comes for anybody any more."""
+        return not self.owner.is_alive() and not self.sinks and not self.expects_strays
+
     def drain(self) -> None:
         """Take what has arrived.  Does nothing if the channel is in use: its user takes it."""
         if not self.lock.acquire(blocking=False):

@@ -162,7 +162,7 @@ class Session:
                 return None
             self._local.channel = channel
             for other in list(self._channels):  # threads come and go
-                if (other.closed or not other.owner.is_alive()) and (other.closed or other.close()):
+                if other.closed or (other.orphaned and other.close()):
                     with contextlib.suppress(ValueError):
                         self._channels.remove(other)
             self._channels.append(channel)

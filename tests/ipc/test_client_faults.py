@@ -522,3 +522,42 @@ def test_a_client_is_not_attached_any_more_as_soon_as_anybody_noticed_the_end(kv
     assert kv.epoch == attachment.epoch
     attachment.alive = False
     assert (kv.attached, kv.epoch, kv.hung) == (False, 0, False)
+
+
+# ---- threads that end ------------------------------------------------------------------------------------------------
+
+
+def in_a_thread(call: Any) -> Any:
+    result: list[Any] = []
+    thread = threading.Thread(target=lambda: result.append(call()))
+    thread.start()
+    thread.join()
+    return result[0]
+
+
+def test_a_pending_lookup_outlives_the_thread_that_began_it(kv: Client, ns: Namespace, fake: FakeDaemon) -> None:
+    stored(kv, ns, 1)
+    fake.pending = True
+    pending = in_a_thread(lambda: kv.begin_lookup(ns, hashes(1), wait_s=60))
+    in_a_thread(kv.ping)  # whoever opens a channel closes those that nobody needs
+    fake.finish_lookups()
+    with pending.wait() as found:
+        assert found.ready == 1
+    assert fake.lookups == {}
+
+
+def test_what_comes_late_for_a_thread_that_ended_is_given_back_before_its_channel_is_closed(
+    kv: Client, ns: Namespace, fake: FakeDaemon
+) -> None:
+    stored(kv, ns, 1)
+    fake.hold()
+    in_a_thread(lambda: kv.lookup(ns, hashes(1), deadline_s=0.2))
+    kv._session.attachment.hung = False  # type: ignore[union-attr]
+    in_a_thread(lambda: kv.begin_lookup(ns, hashes(1)).cancel())
+    eventually(lambda: len(fake.lookups) == 2)
+    fake.let_go()
+    eventually(lambda: not fake.lookups)
+    in_a_thread(kv.ping)
+    kv._session._local = threading.local()
+    kv.ping()
+    eventually(lambda: len(kv._session._channels) <= 2)
