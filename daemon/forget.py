@@ -83,34 +83,36 @@ class Removal:
 
 
 class Forget:
-    """``doom`` ends loads of it, ``resume`` lets an adapter have what it was not given meanwhile."""
+    """``media``: per mover the names of its media (media.py).  ``doom`` ends loads of what is to go, ``resume`` lets an
+    adapter have what it was not given meanwhile."""
 
     def __init__(
         self,
         movers: Sequence[Mover],
-        identities: Sequence[str],
+        media: Sequence[Sequence[str]],
         ledger: Ledger,
         *,
         doom: Callable[[bytes, Set[bytes] | None], None],
         resume: Callable[[Mover], None],
     ) -> None:
-        self._movers, self._identities, self._ledger = movers, identities, ledger
+        self._movers, self._media, self._ledger = movers, media, ledger
         self._doom, self._resume = doom, resume
         self._removals: list[Removal] = []
-        self._strangers: dict[str, list[Entry]] = {}  # of adapters that are not configured now
+        self._strangers: dict[str, list[Entry]] = {}  # by medium: of those that no adapter has now
         self.totals = {mover.index: 0 for mover in movers}
         self._remember()
 
     def _remember(self) -> None:
         """What an earlier daemon could not do."""
         loaded = self._ledger.load()
-        for mover, identity in zip(self._movers, self._identities, strict=True):
-            for namespace, shards, hashes in loaded.pop(identity, []):
+        for mover, media in zip(self._movers, self._media, strict=True):
+            for namespace, shards, hashes in dict.fromkeys(one for medium in media for one in loaded.get(medium, [])):
                 removal = self._made(namespace, shards, hashes, [mover])
                 removal.l1_over = True
-        self._strangers = loaded
-        for identity, entries in loaded.items():
-            log.warning("%d removals wait for an adapter that is not configured: %s", len(entries), identity)
+        known = {medium for media in self._media for medium in media}
+        self._strangers = {medium: entries for medium, entries in loaded.items() if medium not in known}
+        for reason in self.strangers():
+            log.warning("%s", reason)
 
     def _made(self, namespace: bytes, shards: int, hashes: bytes | None, movers: Sequence[Mover]) -> Removal:
         keys = None if hashes is None else list(dict.fromkeys(hashes[i : i + 32] for i in range(0, len(hashes), 32)))
@@ -184,6 +186,15 @@ class Forget:
             f"{mover.name} ({mover.label}): {len(waiting)} clears or deletes are still to be done there ({why}); "
             "nothing of them is served"
         )
+
+    def strangers(self) -> list[str]:
+        """Why health is degraded: what waits for media that no adapter has."""
+        return [
+            f"{len(entries)} clears or deletes are still to be done on {medium}, which no --l2-adapter has any more: "
+            f"nothing of them is removed there before one has; if it is gone for good, stop the daemon and remove "
+            f"{self._ledger.path}"
+            for medium, entries in self._strangers.items()
+        ]
 
     def pending(self, mover: Mover) -> int:
         return sum(mover.index in r.shares and not r.shares[mover.index].done for r in self._removals)
@@ -310,13 +321,14 @@ class Forget:
             self._resume(mover)
 
     def _save(self, removal: Removal | None) -> None:
-        adapters = {identity: list(entries) for identity, entries in self._strangers.items()}
+        media = {medium: list(entries) for medium, entries in self._strangers.items()}
         for one in self._removals:
             for index, share in one.shares.items():
                 if not share.done:
                     hashes = None if share.left is None else b"".join(share.left)
-                    adapters.setdefault(self._identities[index], []).append((one.namespace, one.shards, hashes))
-        number = self._ledger.save(adapters)
+                    for medium in self._media[index]:
+                        media.setdefault(medium, []).append((one.namespace, one.shards, hashes))
+        number = self._ledger.save(media)
         if removal is not None:
             removal.saved_as = number
 

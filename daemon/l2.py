@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from kvkeep.daemon import l2_policies
+from kvkeep.daemon import l2_policies, ledger
 from kvkeep.daemon.forget import Forget
 from kvkeep.daemon.ledger import Ledger
+from kvkeep.daemon.media import media_of
 from kvkeep.daemon.movers import Mover
 from kvkeep.daemon.prefetch_controller import PrefetchController
 from kvkeep.daemon.store_controller import StoreController
@@ -79,7 +80,7 @@ class L2:
             mover.on_serving = self.stores.serving
         self.forget = Forget(
             self.movers,
-            [json.dumps(_identity(adapter), sort_keys=True) for adapter in adapters],
+            [media_of(adapter) for adapter in adapters],
             Ledger(config.run_dir),
             doom=self.prefetch.doom,
             resume=self.stores.resume,
@@ -141,15 +142,16 @@ class L2:
     def _report(self) -> None:
         """Health, as far as it changed."""
         reasons = self._control.admin.reasons
-        for mover in self.movers:
-            said = "; ".join([*mover.reasons(), *filter(None, [self.forget.reasons(mover)])])
-            if said != self._reported.get(mover.name, ""):
-                self._reported[mover.name] = said
+        said = {m.name: "; ".join([*m.reasons(), *filter(None, [self.forget.reasons(m)])]) for m in self.movers}
+        said[ledger.NAME] = "; ".join(self.forget.strangers())
+        for name, reason in said.items():
+            if reason != self._reported.get(name, ""):
+                self._reported[name] = reason
                 self._control.changed()
-                if said:
-                    reasons[mover.name] = said
+                if reason:
+                    reasons[name] = reason
                 else:
-                    reasons.pop(mover.name, None)
+                    reasons.pop(name, None)
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
@@ -207,5 +209,5 @@ class L2:
 
 
 def _identity(adapter: dict[str, Any]) -> dict[str, Any]:
-    """Of a configuration, what says which medium it is; the rest may change without the bytes being others."""
+    """Of a configuration, what its tier bits depend on: with anything else changed it is asked what it has."""
     return {key: value for key, value in adapter.items() if key not in ("threads", "eviction", "serde")}

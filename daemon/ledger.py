@@ -3,7 +3,7 @@
 One small file in the run directory, replaced as a whole.  A thread writes it, because the control loop does no disk
 I/O; who needs to know waits until `saved` has come up to the number that `save` gave.
 
-    {"version": 1, "adapters": {identity: [[namespace, shards, packed chunk hashes or nil], …]}}     msgpack
+    {"version": 1, "media": {medium: [[namespace, shards, packed chunk hashes or nil], …]}}     msgpack, see media.py
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Entry = tuple[bytes, int, bytes | None]  # namespace digest (b"" = all), shards,
 
 class _Document(msgspec.Struct):
     version: int
-    adapters: dict[str, list[Entry]]
+    media: dict[str, list[Entry]]
 
 
 class Ledger:
     """`load` and `save` are for one thread; the writing is another's."""
 
     def __init__(self, run_dir: str) -> None:
-        self._path = os.path.join(run_dir, NAME)
+        self.path = os.path.join(run_dir, NAME)
         self._lock = threading.Lock()
         self._wanted: dict[str, list[Entry]] = {}
         self._number = 0
@@ -40,20 +40,20 @@ class Ledger:
     def load(self) -> dict[str, list[Entry]]:
         """Blocks.  What cannot be read is logged, and nothing."""
         try:
-            with open(self._path, "rb") as file:
+            with open(self.path, "rb") as file:
                 document = msgspec.msgpack.decode(file.read(), type=_Document)
         except FileNotFoundError:
             return {}
         except (OSError, msgspec.MsgspecError) as problem:
-            log.error("%s cannot be read (%s): clear again what must not come back from L2", self._path, problem)
+            log.error("%s cannot be read (%s): clear again what must not come back from L2", self.path, problem)
             return {}
-        return document.adapters
+        return document.media
 
-    def save(self, adapters: dict[str, list[Entry]]) -> int:
+    def save(self, media: dict[str, list[Entry]]) -> int:
         """Does not block.  Whoever gave number n can rely on it when ``saved`` >= n."""
         with self._lock:
             self._number += 1
-            self._wanted = adapters
+            self._wanted = media
             if not self._running:
                 self._running = True
                 threading.Thread(target=self._write, name="ledger", daemon=True).start()
@@ -70,16 +70,16 @@ class Ledger:
                 self._replace(msgspec.msgpack.encode(_Document(1, wanted)) if wanted else b"")
                 self.problem = ""
             except OSError as problem:
-                self.problem = f"{self._path} cannot be written ({problem.strerror})"
+                self.problem = f"{self.path} cannot be written ({problem.strerror})"
                 log.error("%s: a restart would forget what is to be removed from L2", self.problem)
             self.saved = number
 
     def _replace(self, data: bytes) -> None:
         if not data:
-            if os.path.lexists(self._path):
-                os.unlink(self._path)
+            if os.path.lexists(self.path):
+                os.unlink(self.path)
             return
-        temp = self._path + ".new"
+        temp = self.path + ".new"
         fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             with memoryview(data) as left:
@@ -89,4 +89,4 @@ class Ledger:
             os.fsync(fd)
         finally:
             os.close(fd)
-        os.replace(temp, self._path)
+        os.replace(temp, self.path)

@@ -31,7 +31,7 @@ def filled(daemon: Any, kv: Any, chains: list[list[bytes]]) -> Any:
     return ns
 
 
-# ---- sick --------------------------------------------------------------------------------------------------------------
+# ---- sick ------------------------------------------------------------------------------------------------------------
 
 
 def test_lookups_that_work_do_not_hide_loads_that_fail() -> None:
@@ -68,7 +68,7 @@ def test_what_an_adapter_fails_to_load_comes_from_the_next(make_daemon: h.Make) 
         ns = filled(daemon, kv, chains)
         assert [h.read(kv, ns, keys) for keys in chains] == [50] * 4
         counters = kv.stats()["counters"]
-        assert counters["l2_load_failures"] == 0 and counters["l2_chunks_loaded"] == 200
+        assert (counters["l2_load_failures"], counters["l2_chunks_loaded"]) == (0, 200)
         assert h.row(kv, 0)["failures"]["io_error"] > 0
         h.at_rest(kv)
 
@@ -82,7 +82,7 @@ def test_what_no_adapter_can_load_is_missing_and_what_hangs_on_it_too(make_daemo
         h.at_rest(kv)
 
 
-# ---- hung --------------------------------------------------------------------------------------------------------------
+# ---- hung ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_medium_that_hangs_takes_no_room_for_loads_from_the_others(make_daemon: h.Make) -> None:
@@ -118,7 +118,7 @@ def test_one_load_that_hangs_and_fills_the_room_of_its_adapter_does_not_starve_t
         assert (row["jobs_late"], row["breaker"]) == (1, "closed")
 
 
-# ---- slow --------------------------------------------------------------------------------------------------------------
+# ---- slow ------------------------------------------------------------------------------------------------------------
 
 
 def in_turn(kv: Any, other: Any, keys: list[bytes], first_wait_s: float, joined: Any) -> int:
