@@ -58,6 +58,7 @@ class Attachment:
         self.alive = True
         self.why = ""  # it ended
         self.hung = False  # the breaker: a deadline expired, and no answer has come since
+        self.doubted = False  # a deadline expired that was too short to tell; a ping will
         self.down_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # readable from the end on
 
         self._pid = os.getpid()

@@ -8,7 +8,8 @@ The thread owns the attach connection and one `Channel`.  With them it
   * notices the daemon's end at once (`Attachment.end`, which wakes all who wait),
   * registers the namespaces again before anybody uses the new attachment,
   * gives back handles for those who must not wait: finalizers, stray replies (`give_back`),
-  * pings a daemon that let a deadline expire (`Attachment.hung`) and closes the breaker when it answers,
+  * pings a daemon that let a deadline expire (`Attachment.hung`, or `doubted` if the deadline was short), opens the
+    breaker when a doubted one does not answer and closes it when a hung one does,
   * passes on the daemon's eventfd to one that stays the same across restarts.
 It sleeps in poll without a timeout when there is nothing of this to do.
 
@@ -31,7 +32,7 @@ from kvkeep.ipc.attach_frames import AttachRefused
 from kvkeep.ipc.client_arena import ArenaError
 from kvkeep.ipc.client_attach import Options, attach_path, open_attachment
 from kvkeep.ipc.client_rpc import Answer, Attachment, Channel
-from kvkeep.ipc.client_upkeep import Ping, Returns, clear, zmq_context
+from kvkeep.ipc.client_upkeep import UNANSWERED_S, Ping, Returns, clear, zmq_context
 from kvkeep.ipc.namespace import Namespace
 
 log = logging.getLogger("kvkeep.client")
@@ -42,6 +43,7 @@ RESTART_BACKOFF_S = 0.1
 REFUSED_BACKOFF_S = 10.0  # version, denied: nothing that passes by itself soon
 REGISTER_S = 10.0  # in the background; the daemon's end cuts it short
 SWEEP_S = 0.1
+HURRY_S = 0.1  # a shorter deadline, when it expires, does not open the breaker
 ATTACH_POLL_S = 0.001
 CLOSE_S = 0.4
 STABLE_S = 0.2  # an attachment that lived shorter does not reset the backoff
@@ -270,9 +272,9 @@ class Session:
                 channel.drain()
                 if channel.closed:
                     attachment.end("its RPC socket broke")
-                elif attachment.hung:
-                    ping.send_if_due()
-                else:
+                elif ping.step():
+                    self._open_breaker(attachment, "a ping", UNANSWERED_S)
+                elif not attachment.hung:
                     if self._unregistered:
                         self._unregistered = False
                         self._register_all(attachment, channel)
@@ -284,10 +286,10 @@ class Session:
             channel.close()
 
     def _timeout_ms(self, attachment: Attachment, ping: Ping) -> int | None:
-        if attachment.hung:
-            return ping.due_in_ms()
-        strays = any(c.expects_strays for c in self._channels)
-        return int(SWEEP_S * 1000) if strays or self.returns else None
+        due = ping.due_in_ms()
+        if attachment.hung or not (self.returns or any(c.expects_strays for c in self._channels)):
+            return due
+        return int(SWEEP_S * 1000) if due is None else min(due, int(SWEEP_S * 1000))
 
     def _read_connection(self, attachment: Attachment) -> None:
         """The daemon never speaks after the Welcome: anything but its end is thrown away."""
@@ -347,17 +349,25 @@ class Session:
         )
 
     def late(self, attachment: Attachment, what: str, deadline_s: float) -> None:
-        """A deadline expired: open the breaker.  One line, for the first."""
+        """A deadline expired.  One that was too short says little of the daemon: a ping will tell, so that a caller in
+        a hurry does not open the breaker for all others."""
         self.counters["late_calls"] += 1
+        if deadline_s < HURRY_S:
+            attachment.doubted = True
+        else:
+            self._open_breaker(attachment, what, deadline_s)
+        self.wake()  # also to take what comes late
+
+    def _open_breaker(self, attachment: Attachment, what: str, seconds: float) -> None:
+        """One line, for the first."""
         if attachment.hung or not attachment.alive:
             return
         attachment.hung = True
         self.counters["breaker_opens"] += 1
         log.warning(
             "the daemon at %s (lease %d) did not answer %s within %g s; no KV cache until it answers",
-            attachment.endpoint, attachment.welcome.lease_id, what, deadline_s,
+            attachment.endpoint, attachment.welcome.lease_id, what, seconds,
         )  # fmt: skip
-        self.wake()
 
     def _sleep(self, seconds: float) -> None:
         until = time.monotonic() + seconds

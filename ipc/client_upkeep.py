@@ -16,6 +16,7 @@ from kvkeep.ipc.client_rpc import Attachment, Channel
 log = logging.getLogger("kvkeep.client")
 
 PING_S = (1.0, 10.0)
+UNANSWERED_S = 0.5  # a ping that takes longer opens the breaker
 
 
 class Returns:
@@ -62,30 +63,45 @@ class Returns:
 
 
 class Ping:
-    """Asks a silent daemon, with growing patience, until it answers."""
+    """Asks a daemon that let a deadline expire whether it is there: one that is hung with growing patience until it
+    answers, one that is only doubted once."""
 
     def __init__(self, channel: Channel, body: bytes) -> None:
         self._channel, self._body = channel, body
         self._patience = PING_S[0]
         self._next = 0.0
+        self._asked = 0.0  # since when a doubted daemon has not answered; 0 = it was not asked
 
-    def due_in_ms(self) -> int:
-        return max(0, int((self._next - time.monotonic()) * 1000) + 1)
+    def due_in_ms(self) -> int | None:
+        """Until there is something to do for `step`; None = nothing."""
+        attachment = self._channel.attachment
+        if not (attachment.hung or attachment.doubted):
+            return None
+        due = self._next if attachment.hung else self._asked and self._asked + UNANSWERED_S
+        return max(0, int((due - time.monotonic()) * 1000) + 1)
 
-    def send_if_due(self) -> None:
-        now = time.monotonic()
-        if now < self._next:
-            return
-        self._next = now + self._patience
-        self._patience = min(self._patience * 2, PING_S[1])
-        self._channel.post(self._body, self._answered)
+    def step(self) -> bool:
+        """Ask if it is time to.  True = a doubted daemon did not answer: it hangs."""
+        attachment, now = self._channel.attachment, time.monotonic()
+        if attachment.hung:
+            if now >= self._next:
+                self._next = now + self._patience
+                self._patience = min(self._patience * 2, PING_S[1])
+                self._channel.post(self._body, self._answered)
+        elif attachment.doubted:
+            if self._asked:
+                return now >= self._asked + UNANSWERED_S
+            self._asked = now
+            self._channel.post(self._body, self._answered)
+        return False
 
     def _answered(self, reply: m.AnyReply) -> bool:
         attachment = self._channel.attachment
         if attachment.hung:
             attachment.hung = False
             log.warning("the daemon at %s answers again", attachment.endpoint)
-        self._patience, self._next = PING_S[0], 0.0
+        attachment.doubted = False
+        self._patience, self._next, self._asked = PING_S[0], 0.0, 0.0
         return True
 
 

@@ -77,7 +77,7 @@ def test_a_stopped_daemon_opens_the_breaker_and_a_continued_one_closes_it(daemon
         kv.store(ns, chain, [content(i, SIZE) for i in range(2)])
         os.kill(daemon.pid, signal.SIGSTOP)
         try:
-            assert kv.lookup(ns, chain, deadline_s=0.05).ready == 0
+            assert kv.lookup(ns, chain, deadline_s=0.2).ready == 0
             assert kv.hung
             assert kv.store(ns, chain, [content(i, SIZE) for i in range(2)], deadline_s=60).failed == 2
         finally:

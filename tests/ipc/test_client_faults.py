@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvkeep.ipc import client_session
+from kvkeep.ipc import client_session, client_upkeep
 from kvkeep.ipc import messages as m
 from kvkeep.ipc.client import Client, Namespace
 from kvkeep.ipc.client_store import Stored, reservation_of
@@ -231,7 +231,7 @@ def test_a_hung_daemon_costs_one_deadline_and_then_nothing_until_it_answers(
 ) -> None:
     chain = stored(kv, ns)
     fake.hang()
-    assert kv.lookup(ns, chain, deadline_s=0.05).ready == 0
+    assert kv.lookup(ns, chain, deadline_s=0.15).ready == 0
     assert kv.hung
     for _ in range(20):  # each would wait for a minute
         assert kv.lookup(ns, chain, deadline_s=60).ready == 0
@@ -267,6 +267,36 @@ def test_a_refused_request_is_a_miss_and_told_once(
         assert kv.store(ns, chain, [content(0), content(1)]).failed == 2
     assert sum("release some" in record.message for record in caplog.records) == 1
     assert kv.counters["refused"] == 9
+
+
+def test_a_caller_in_a_hurry_does_not_open_the_breaker_for_all(
+    kv: Client, ns: Namespace, fake: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_upkeep, "UNANSWERED_S", 30.0)
+    chain = stored(kv, ns)
+    fake.hang()
+    assert kv.lookup(ns, chain, deadline_s=0.0).ready == 0
+    assert kv.lookup(ns, chain, deadline_s=0.02).ready == 0
+    assert kv.store(ns, hashes(1, salt=5), [content(0)], deadline_s=0.001).failed == 1
+    assert not kv.hung
+    fake.resume()
+    assert kv.lookup(ns, chain).ready == 2
+    attachment = kv._session.attachment
+    eventually(lambda: attachment is not None and not attachment.doubted)  # the ping was answered
+    assert (kv.counters["late_calls"] > 0, kv.counters["breaker_opens"]) == (True, 0)
+    eventually(lambda: not fake.lookups and not fake.stores)
+
+
+def test_callers_in_a_hurry_do_not_wait_again_and_again_for_a_daemon_that_hangs(
+    kv: Client, ns: Namespace, fake: FakeDaemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake.hang()
+    assert kv.lookup(ns, hashes(1), deadline_s=0.01).ready == 0
+    eventually(lambda: kv.hung)  # a ping was not answered either
+    assert any("did not answer a ping" in record.message for record in caplog.records)
+    fake.resume()
+    eventually(lambda: not kv.hung)
+    assert kv.counters["breaker_opens"] == 1
 
 
 def test_deadlines_of_a_millisecond_are_kept(kv: Client, ns: Namespace, fake: FakeDaemon) -> None:

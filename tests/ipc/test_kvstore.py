@@ -676,7 +676,7 @@ def test_a_stopped_daemon_costs_the_deadline_once_and_nothing_stays_reserved(dae
         store.put("k", b"1")
         os.kill(daemon.pid, signal.SIGSTOP)
         try:
-            puts = store.batched_put([(f"n{i}", b"2") for i in range(100)], deadline_s=0.05)
+            puts = store.batched_put([(f"n{i}", b"2") for i in range(100)], deadline_s=0.2)
             assert puts == [Put.UNAVAILABLE] * 100
             assert store.client.hung
             assert store.get("k") is None
