@@ -135,7 +135,8 @@ class PendingLookup:
             self._result = self._miss()
 
     def poll(self) -> Lookup | None:
-        """The answer, or None = not yet."""
+        """The answer, or None = not yet.  Raises RuntimeError in a fork."""
+        self._session.check_process()
         result = self._result
         if result is not None:
             return result
@@ -151,7 +152,9 @@ class PendingLookup:
         return self._result
 
     def wait(self, deadline_s: float = 1.0) -> Lookup:
-        """Wait for the answer.  After ``deadline_s`` the lookup is cancelled, and is a miss."""
+        """Wait for the answer.  After ``deadline_s`` the lookup is cancelled, and is a miss.  Raises RuntimeError in a
+        fork."""
+        self._session.check_process()
         until = min(self._deadline, time.monotonic() + deadline_s)
         if self._result is None and self._channel is not None:
             with self._channel.attachment.exchange():
@@ -271,6 +274,9 @@ class Reading:
         return self._views
 
     def copying(self) -> contextlib.AbstractContextManager[bool]:
+        """``with reading.copying() as allowed``: if not allowed, do not touch the views.  Raises RuntimeError in a
+        fork, whose copy nobody would wait for."""
+        self._session.check_process()
         return self._arena.guard.copying()
 
     def read(self, i: int, target: Buffer) -> bool:
@@ -278,7 +284,7 @@ class Reading:
         flat = as_bytes(target, writable=True)
         if flat.size != self.length:
             raise ValueError(f"the target has {flat.size} bytes, the shard has {self.length}")
-        with self._arena.guard.copying() as allowed:
+        with self.copying() as allowed:
             if not allowed or self._confirmed:
                 return False
             source = self._arena.data[self._offsets[i] : self._offsets[i] + self.length]
@@ -288,7 +294,7 @@ class Reading:
     def read_all(self, targets: list[Bytes]) -> list[bool]:
         """Copy the first ``len(targets)`` chunks, validate them all at once."""
         length, data, count = self.length, self._arena.data, len(targets)
-        with self._arena.guard.copying() as allowed:
+        with self.copying() as allowed:
             if not allowed or self._confirmed:
                 return [False] * count
             pairs = [(target, data[at : at + length]) for at, target in zip(self._offsets, targets, strict=False)]

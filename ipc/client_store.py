@@ -132,7 +132,9 @@ class Reservation:
         return self._views
 
     def copying(self) -> contextlib.AbstractContextManager[bool]:
-        """``with reservation.copying() as allowed``: if not allowed, do not touch the views."""
+        """``with reservation.copying() as allowed``: if not allowed, do not touch the views.  Raises RuntimeError in a
+        fork, whose copy nobody would wait for."""
+        self._session.check_process()
         arena = self._arena
         return arena.guard.copying() if arena is not None and self._writable else contextlib.nullcontext(False)
 

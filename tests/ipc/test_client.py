@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import select
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -436,6 +438,58 @@ def test_a_fork_is_told_and_does_not_keep_the_lease(kv: Client, ns: Namespace, f
         os.close(write)
 
 
+def in_a_fork(call: Callable[[], object]) -> str:
+    """What it raises there; "" = nothing."""
+    ready, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        text = ""
+        try:
+            call()
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+        os.write(write, text.encode() or b" ")
+        os._exit(0)
+    try:
+        assert select.select([ready], [], [], 20)[0], "the fork hangs"
+        return os.read(ready, 4096).decode().strip()
+    finally:
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+        os.close(ready)
+        os.close(write)
+
+
+def test_nothing_is_copied_or_waited_for_in_a_fork(kv: Client, ns: Namespace, fake: FakeDaemon) -> None:
+    kv.store(ns, hashes(1), [content(0)])
+    before = os.pread(fake.arena.data_fd, 2 * SIZE, 0)
+    fake.pending = True
+    with kv.lookup(ns, hashes(1)) as found, kv.reserve(ns, hashes(2), start=1) as reservation:
+        reading = kv.open_read(found.handle, 0, 0, 1)
+        assert reading is not None
+        pending = kv.begin_lookup(ns, hashes(1), wait_s=60)
+        calls: list[Callable[[], object]] = [
+            lambda: reservation.write(0, content(1)),
+            lambda: reservation.copying().__enter__(),
+            lambda: reading.read(0, bytearray(SIZE)),
+            lambda: reading.read_all([np.empty(SIZE, np.uint8)]),
+            lambda: reading.copying().__enter__(),
+            pending.poll,
+            lambda: pending.wait(0.1),
+            reservation.commit,
+            found.release,
+        ]
+        for call in calls:
+            assert "RuntimeError" in in_a_fork(call)
+            assert "after the fork" in in_a_fork(call)
+        assert os.pread(fake.arena.data_fd, 2 * SIZE, 0) == before
+        fake.finish_lookups()
+        assert pending.wait().ready == 1  # the parent goes on
+        assert reservation.write(0, content(1))
+        assert reservation.commit() == [m.Outcome.SEALED]
+    assert kv.counters["attaches"] == 1
+
+
 def test_nothing_works_after_close_and_views_stay(kv: Client, ns: Namespace, fake: FakeDaemon) -> None:
     kv.store(ns, hashes(1), [content(0)])
     reading = kv.open_read(kv.lookup(ns, hashes(1)).hand_over(), 0, 0, 1)
@@ -451,6 +505,4 @@ def test_nothing_works_after_close_and_views_stay(kv: Client, ns: Namespace, fak
 
 
 def readable(fd: int) -> bool:
-    import select
-
     return bool(select.select([fd], [], [], 0)[0])
