@@ -49,6 +49,11 @@ log = logging.getLogger("kvkeep.movers")
 
 MANAGE_DEADLINE_S = 30.0
 MANAGE_JOBS = 4  # steps of management that one mover may be asked for at a time
+_WHY_NOT = {
+    Code.EXPIRED: "it had other things to do; ask again",
+    Code.STOPPING: "it is being stopped",
+    Code.LOST: "its process ended meanwhile; ask again when it is back",
+}
 
 Done = Callable[[Sequence[int]], None]  # gets one Code per chunk
 Managed = Callable[[Step | None, str], None]  # gets the step, or why there is none; called once
@@ -99,6 +104,7 @@ class Mover:
         self.puts = 0  # open Put jobs
         self.bans = Bans()  # what must not be asked of this adapter, nor given to it
         self._steps: dict[int, Step] = {}  # by Manage job, between its answer and its end
+        self._whys: dict[int, str] = {}  # likewise, why there is no step
         self.on_serving: Callable[[Mover], None] = lambda mover: None  # from now on it may be given jobs (again)
         self.manifest_of: Callable[[bytes], bytes] = lambda namespace: b""  # b"" = not known
         self._described: set[bytes] = set()  # to this process
@@ -245,9 +251,9 @@ class Mover:
                 done(step, problem)
 
         def ended(codes: Sequence[int]) -> None:
-            step = self._steps.pop(job.id, None)
-            reason = f"{self.name} ({self.label}) did not do it: {Code(codes[0]).name.lower()}"
-            tell(step, "" if step is not None else reason)
+            step, why = self._steps.pop(job.id, None), self._whys.pop(job.id, "")
+            why = why or _WHY_NOT.get(Code(codes[0]), "its adapter failed, its log says how")
+            tell(step, "" if step is not None else f"{self.name} ({self.label}) did not do it: {why}")
 
         def late() -> None:
             tell(None, f"{self.name} ({self.label}) did not answer within {MANAGE_DEADLINE_S:g} s")
@@ -318,6 +324,8 @@ class Mover:
         self.figures.answered(answer)
         if answer.data:
             self._steps[job.id] = _steps.decode(answer.data)
+        elif isinstance(job, j.Manage):
+            self._whys[job.id] = answer.detail
         codes = answer.codes
         if len(codes) != j.chunk_count(job):
             log.error("%s: %d codes for %d chunks", self.name, len(codes), j.chunk_count(job))

@@ -347,5 +347,15 @@ def test_a_step_whose_mover_dies_is_answered_once(bench: Callable[..., Bench]) -
     assert not b.mover.is_storing(bytes(32))
     os.kill(b.mover.child.pid, signal.SIGKILL)
     b.pump(lambda: bool(steps))
-    assert steps == [(None, "l2-0 (plugin) did not do it: lost")]
+    assert steps == [(None, "l2-0 (plugin) did not do it: its process ended meanwhile; ask again when it is back")]
     assert not b.mover.is_storing(b"")
+
+
+def test_a_step_on_a_medium_in_trouble_says_what_it_is(bench: Callable[..., Bench]) -> None:
+    b = bench()
+    b.serving()
+    (b.folder / "trouble").touch()
+    steps: list[tuple[Step | None, str]] = []
+    b.mover.manage(What.LIST, lambda *answer: steps.append(answer))
+    b.pump(lambda: bool(steps))
+    assert steps == [(None, "l2-0 (plugin) did not do it: the folder has a file 'trouble'")]
