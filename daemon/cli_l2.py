@@ -89,8 +89,10 @@ class Direct:
 
 
 def _config(text: str) -> dict[str, Any]:
+    from kvkeep.l2.options import parse_json
+
     try:
-        config = json.loads(text)
+        config = parse_json(text)
     except ValueError as problem:
         raise Problem(f"--adapter {text!r} is not JSON: {problem}", usage=True) from None
     if not isinstance(config, dict):

@@ -171,8 +171,10 @@ def _adapters(option: Option, raw: Any) -> tuple[str, ...]:
         if isinstance(item, str):
             if not item.strip():
                 continue
+            from kvkeep.l2.options import parse_json
+
             try:
-                item = json.loads(item)
+                item = parse_json(item)
             except ValueError as problem:
                 raise ValueError(f"{item!r} is not JSON ({problem}): give an object like {_EXAMPLE}") from None
         for one in item if isinstance(item, list) else [item]:
@@ -195,6 +197,7 @@ def _check_adapter(config: dict[str, Any]) -> None:
         raise ValueError(f"'threads' is {threads!r}: give 2 to 64, one of which is for loads only")
     kind = config.get("type")
     try:
+        registry.check_name(config)
         serde.check(config)
     except AdapterError as problem:
         raise ValueError(str(problem)) from None

@@ -52,6 +52,8 @@ class FaultInjectAdapter(Adapter):
 
         options = Options("fault_inject", config)
         inner = options.table("inner")
+        if not inner:
+            raise options.wrong("inner", inner, 'the adapter that is to fail, an object like {"type": "mock"}')
         if "serde" in inner:
             raise AdapterError("fault_inject: 'inner' has a 'serde', which is the mover's: give it beside 'inner'")
         self.inner = create_adapter(inner)
@@ -85,6 +87,10 @@ class FaultInjectAdapter(Adapter):
     def lookup(self, keys: Sequence[Key]) -> builtins.list[bool]:
         struck = [self._strikes("lookup") is not None for _ in keys]
         return [there and not hit for there, hit in zip(self.inner.lookup(keys), struck, strict=True)]
+
+    def touch(self, keys: Sequence[Key]) -> builtins.list[bool]:
+        struck = [self._strikes("lookup") is not None for _ in keys]
+        return [there and not hit for there, hit in zip(self.inner.touch(keys), struck, strict=True)]
 
     def store(self, items: Sequence[Item]) -> builtins.list[Result]:
         results: builtins.list[Result | None] = []

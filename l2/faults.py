@@ -75,7 +75,7 @@ def _rule(rule: Mapping[str, object], operations: Sequence[str]) -> _Rule:
     after, until = options.count("after", 0), options.count("until", 1 << 62)
     if not (at or every or rate):  # just the range
         every = 1
-    seconds = options.number("seconds", 1.0)
+    seconds = options.number("seconds", 1.0, most=1e6)
     options.done()
     return _Rule(operation, fault, seconds, rate, every, frozenset(at), after, until)
 

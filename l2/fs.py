@@ -62,6 +62,7 @@ from kvkeep.l2.options import Options
 from kvkeep.l2.tenants import quotas_of
 from kvkeep.shm.policies import eviction_policy
 
+LEAST_GIB = 1e-4  # of capacity_gb: hardly room for one object
 FREE_SHARE = 0.8  # of what is free or ours, when no capacity is given
 _CLOSE_S = 30.0
 _CLOSED = Result(Outcome.UNAVAILABLE, detail="the adapter is closed")
@@ -88,8 +89,9 @@ class FsAdapter(Adapter):
             or not all(p and isinstance(p, str) for p in paths)
         ):
             raise options.wrong("base_path", paths, "a directory, or a list of 1 to 255 directories")
-        capacity = options.number("capacity_gb", 0, above=0) if options.has("capacity_gb") else 0.0
-        self._capacity = int(capacity * (1 << 30))
+        paths = [os.path.normpath(options.absolute("base_path", path)) for path in paths]
+        _check_distinct(paths)
+        self._capacity = options.gib("capacity_gb", least=LEAST_GIB)
         self._fsync = options.choice("fsync", "none", ("none", "data", "full"))
         self._direct_io = options.choice("direct_io", "auto", ("auto", "on", "off"))
         self._shared = options.flag("shared", False)
@@ -109,7 +111,7 @@ class FsAdapter(Adapter):
         self.counters = self._tally.counters
         io = io or FileIO()
         self._files = ObjectFiles(io, self._fsync, self._tally)
-        self._roots = [Root(os.path.abspath(path), number, io, self._tally) for number, path in enumerate(paths)]
+        self._roots = [Root(path, number, io, self._tally) for number, path in enumerate(paths)]
         self._set_room(CapacityIndex(self._eviction.policy, 0, 1))
         self._state = threading.Condition()
         self._running = 0
@@ -125,6 +127,7 @@ class FsAdapter(Adapter):
 
     def open(self) -> None:
         started = time.monotonic()
+        _check_distinct([os.path.realpath(root.path) for root in self._roots])
         try:
             for root in self._roots:
                 root.claim(self._shared)
@@ -211,6 +214,24 @@ class FsAdapter(Adapter):
 
     def lookup(self, keys: Sequence[Key]) -> builtins.list[bool]:
         return self._each(lambda at: self._lookup(keys[at]), len(keys), False, spread=False)
+
+    def touch(self, keys: Sequence[Key]) -> builtins.list[bool]:
+        """The times of the files too, so that a restart knows; no content."""
+        times = self._index.times(len(keys))
+        there = self._each(lambda at: self._touch(keys[at], times[at]), len(keys), False, spread=False)
+        good = [at for at, is_there in enumerate(there) if is_there]
+        self._index.touch([self._place(keys[at])[1] for at in good], [times[at] for at in good], read=True)
+        return there
+
+    def _touch(self, key: Key, used_ns: int) -> bool:
+        if not self._lookup(key):
+            return False
+        root, name = self._place(key)
+        try:
+            root.set_used(name, used_ns)
+        except OSError:
+            self._count("recency_not_kept")
+        return True
 
     def store(self, items: Sequence[Item]) -> builtins.list[Result]:
         times = self._index.times(len(items))
@@ -510,3 +531,9 @@ class FsAdapter(Adapter):
         end = ("", -1)
         while (did := self._each(lambda _: next(work, end), 1, end)[0]) != end:
             yield did
+
+
+def _check_distinct(paths: Sequence[str]) -> None:
+    for at, path in enumerate(paths):
+        if path in paths[:at]:
+            raise AdapterError(f"fs: 'base_path' leads to {path} twice; give each directory once")

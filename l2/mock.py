@@ -40,9 +40,9 @@ class MockAdapter(Adapter):
 
     def __init__(self, config: Mapping[str, object]) -> None:
         options = Options("mock", config)
-        self._limit = int(options.number("capacity_gb", 1.0, least=1e-6) * (1 << 30))
-        self._latency_s = options.number("latency_ms", 0.0) / 1000
-        self._bytes_per_s = options.number("bandwidth_gb", 0.0) * 1e9
+        self._limit = options.gib("capacity_gb", 1.0, least=1e-6)
+        self._latency_s = options.number("latency_ms", 0.0, most=1e6) / 1000
+        self._bytes_per_s = options.number("bandwidth_gb", 0.0, most=1e6) * 1e9
         options.done()
         self.counters: Counter[str] = Counter()
         self.objects: OrderedDict[Key, bytearray] = OrderedDict()  # least recent first

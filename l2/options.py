@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import json
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping
 
 from kvkeep.l2.adapter import AdapterError
 
+MOST_GIB = 1e9  # of a medium: in bytes it still fits into 64 bits
 _EVERYWHERE = ("type", "name", "serde", "module_path", "class_name")  # read by the registry and the mover
 
 
@@ -31,13 +34,19 @@ class Options:
         self, key: str, default: float, *, least: float = 0.0, most: float = float("inf"), above: float | None = None
     ) -> float:
         value = self.take(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
             raise self.wrong(key, value, "a number")
         low = f"above {above:g}" if above is not None else f"{least:g} or more"
         limits = low if most == float("inf") else f"{low} and at most {most:g}"
         if not (least <= value <= most) or (above is not None and value <= above):
             raise self.wrong(key, value, f"a number, {limits}")
         return float(value)
+
+    def gib(self, key: str, default: float = 0.0, *, least: float = 0.0, above: float | None = None) -> int:
+        """Bytes, from a number of GiB.  The default, also 0, if it is not given."""
+        if not self.has(key):
+            return int(default * (1 << 30))
+        return int(self.number(key, default, least=least, most=MOST_GIB, above=above) * (1 << 30))
 
     def count(self, key: str, default: int, *, least: int = 0, most: int = 1 << 62) -> int:
         value = self.take(key, default)
@@ -73,6 +82,15 @@ class Options:
             raise self.wrong(key, value, "a text that is not empty")
         return value
 
+    def path(self, key: str) -> str:
+        return self.absolute(key, self.text(key))
+
+    def absolute(self, key: str, path: str) -> str:
+        """A relative one would be looked for where the daemon happened to be started."""
+        if not os.path.isabs(path):
+            raise AdapterError(f"{self.what}: '{key}' has the relative path {path!r}; give it from the root: '/…'")
+        return path
+
     def table(self, key: str) -> Mapping[str, object]:
         value = self.take(key, {})
         if not isinstance(value, Mapping):
@@ -90,6 +108,27 @@ class Options:
                 known = ", ".join(sorted(self._known.difference(_EVERYWHERE[1:])))
                 hint = nearest(key, self._known)
                 raise AdapterError(f"{self.what}: there is no option '{key}'{hint}; the options are {known}")
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number that is beyond all floats
+        return False
+
+
+def parse_json(text: str) -> object:
+    """ValueError also for a key that is there twice: nobody can mean both."""
+
+    def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        found: dict[str, object] = {}
+        for key, value in pairs:
+            if key in found:
+                raise ValueError(f"the key {key!r} is there twice")
+            found[key] = value
+        return found
+
+    return json.loads(text, object_pairs_hook=once)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

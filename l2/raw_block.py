@@ -59,7 +59,7 @@ from kvkeep.l2.adapter import (
 from kvkeep.l2.options import Options
 from kvkeep.l2.raw_io import Engine, Threads
 from kvkeep.l2.raw_layout import Geometry
-from kvkeep.l2.raw_medium import Medium, claim
+from kvkeep.l2.raw_medium import PAGE, Medium, claim
 from kvkeep.l2.raw_recovery import read_heads, read_history, recover
 from kvkeep.l2.raw_room import Eviction, Room
 from kvkeep.l2.raw_store import Store
@@ -98,9 +98,8 @@ class RawBlockAdapter(Adapter):
 
     def __init__(self, config: Mapping[str, object], engine: Callable[[Engine], Engine] | None = None) -> None:
         options = Options("raw_block", config)
-        self.path = options.text("path")
-        size = options.number("size_gb", 0, above=0) if options.has("size_gb") else 0.0
-        self._size = int(size * (1 << 30)) // 4096 * 4096
+        self.path = options.path("path")
+        self._size = options.gib("size_gb", above=0) // PAGE * PAGE
         self._format = options.flag("format", False)
         self._direct_io = options.choice("direct_io", "auto", ("auto", "on", "off"))
         self._io = options.choice("io", "auto", ("auto", "uring", "threads"))

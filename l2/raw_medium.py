@@ -28,6 +28,7 @@ from kvkeep.l2.raw_layout import MIN_BLOCK, MIN_BYTES, PROBE_BLOCK, SECOND_COPY,
 
 _BLKGETSIZE64, _BLKSSZGET = 0x80081272, 0x1268
 _STATX_DIOALIGN, _AT_EMPTY_PATH = 0x2000, 0x1000
+PAGE = 4096  # sizes that are asked for are multiples of it
 _LOCK_WAIT_S = 3.0  # the kernel may still be ending the I/O of an owner that was killed
 _LOOKED_AT = 1 << 20  # bytes at the start that must be zero on a medium that we format unasked
 _TAIL_LOOKED_AT = 64 << 10  # some keep their signature at the end
@@ -91,10 +92,10 @@ def claim(path: str, size: int, direct_io: str, reformat: bool) -> Medium:
         if size > actual and not is_device and _is_blank(fd, actual):  # new, or its maker was killed
             _allocate(fd, path, size)
             actual = size
-        if size and not is_device and actual != size:
+        if size and not is_device and actual // PAGE * PAGE != size:
             raise AdapterError(
                 f"raw_block file {path} has {actual} bytes and size_gb asks for {size}: set size_gb to "
-                f"{actual / (1 << 30):.6g}, or delete the file to lose its content and start with the new size"
+                f"{actual / (1 << 30)!r}, or delete the file to lose its content and start with the new size"
             )
         if is_device and size:
             if size > actual:

@@ -20,6 +20,7 @@ from kvkeep.l2.options import nearest
 
 ENTRY_POINTS = "kvkeep.l2_adapters"
 PLUGIN = "plugin"
+MAX_NAME = 64
 BUILT_IN = {
     "fs": ("kvkeep.l2.fs", "FsAdapter"),
     "raw_block": ("kvkeep.l2.raw_block", "RawBlockAdapter"),
@@ -32,6 +33,7 @@ def create_adapter(config: Mapping[str, object]) -> Adapter:
     """Not opened yet.  AdapterError says what is wrong with the configuration."""
     if not isinstance(config, Mapping):
         raise AdapterError(f'an L2 adapter is configured by an object like {{"type": "fs", ...}}, not by {config!r}')
+    check_name(config)
     kind = config.get("type")
     if not isinstance(kind, str):
         raise AdapterError(f"an L2 adapter needs a 'type', one of {', '.join(adapter_types())}")
@@ -52,6 +54,13 @@ def create_adapter(config: Mapping[str, object]) -> Adapter:
                 raise AdapterError(f"L2 adapter '{kind}': its package does not load: {error}") from error
     types = adapter_types()
     raise AdapterError(f"there is no L2 adapter '{kind}'{nearest(kind, types)}; there are {', '.join(types)}")
+
+
+def check_name(config: Mapping[str, object]) -> None:
+    """What people call an adapter is up to them, but a text.  AdapterError otherwise."""
+    name = config.get("name", "none is given")
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
+        raise AdapterError(f"'name' of an L2 adapter is {name!r}; it must be a text of 1 to {MAX_NAME} letters")
 
 
 def adapter_types() -> list[str]:

@@ -205,6 +205,8 @@ def test_adapters_are_given_one_a_flag_and_kept_in_order(tmp_path):
         ('{"type": "fs"}', "base_path"),
         ('{"type": "mock", "threads": 1}', "'threads' is 1: give 2 to 64, one of which is for loads only"),
         ('{"type": "mock", "thread": 3}', "thread"),
+        ('{"type": "mock", "type": "fs"}', "the key 'type' is there twice"),
+        ('{"type": "plugin", "module_path": "a", "class_name": "B", "name": 5}', "'name' of an L2 adapter is 5"),
     ],
 )
 def test_a_wrong_adapter_is_one_sentence(text, says):

@@ -203,6 +203,17 @@ def test_another_size_than_the_files_is_refused(path: Path) -> None:
         opened(path, size_gb=1)
 
 
+def test_the_size_that_the_refusal_names_is_taken(path: Path) -> None:
+    size = int(0.0654321 * (1 << 30)) + 1000
+    with path.open("wb") as file:
+        file.truncate(size)
+    done(opened(path, size_gb=size / (1 << 30)))
+    with pytest.raises(AdapterError) as refused:
+        opened(path, size_gb=1)
+    named = float(str(refused.value).split("set size_gb to ")[1].split(",")[0])
+    done(opened(path, size_gb=named))
+
+
 def test_the_second_superblock_replaces_a_damaged_first_one(path: Path) -> None:
     adapter = opened(path)
     put(adapter, key(1))

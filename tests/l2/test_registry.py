@@ -14,6 +14,7 @@ from kvkeep.l2 import adapter_types, create_adapter
 from kvkeep.l2.adapter import AdapterError
 from kvkeep.l2.fs import FsAdapter
 from kvkeep.l2.mock import MockAdapter
+from kvkeep.l2.options import parse_json
 
 
 class Theirs(MockAdapter):
@@ -49,7 +50,14 @@ def test_a_mistyped_type_is_answered_with_the_nearest() -> None:
     ("option", "value", "says"),
     [
         ("capacity_bg", 1, "did you mean 'capacity_gb'"),
-        ("capacity_gb", 0, "above 0"),
+        ("capacity_gb", 0, "0.0001 or more"),
+        ("capacity_gb", 1e-7, "is 1e-07; it must be a number, 0.0001 or more"),  # room for nothing
+        ("capacity_gb", 1e305, "at most 1e+09"),
+        ("capacity_gb", 10**400, "a number"),
+        ("name", 5, "'name' of an L2 adapter is 5; it must be a text"),
+        ("name", [1], "is [1]"),
+        ("name", "", "is ''"),
+        ("name", "a\nb", "is 'a\\nb'"),
         ("capacity_gb", "10", "a number"),
         ("capacity_gb", float("nan"), "a number"),
         ("capacity_gb", float("inf"), "a number"),
@@ -63,6 +71,9 @@ def test_a_mistyped_type_is_answered_with_the_nearest() -> None:
         ("eviction", "LRU", "an object"),
         ("base_path", [], "a directory"),
         ("base_path", 7, "a directory"),
+        ("base_path", "kv", "the relative path 'kv'; give it from the root"),
+        ("base_path", ["/nvme/kv", "~/kv"], "the relative path '~/kv'"),
+        ("base_path", ["/nvme0/kv", "/nvme1/kv", "/nvme0/./kv/"], "leads to /nvme0/kv twice"),
     ],
 )
 def test_a_wrong_option_is_one_sentence_with_value_and_fix(
@@ -71,6 +82,38 @@ def test_a_wrong_option_is_one_sentence_with_value_and_fix(
     sentence = refusal({"type": "fs", "base_path": str(tmp_path), option: value})
     assert says in sentence
     assert "\n" not in sentence
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"type": "raw_block", "path": "/x", "size_gb": 1e305}, "'size_gb' is 1e+305; it must be a number, above 0"),
+        ({"type": "raw_block", "path": "kv.raw"}, "the relative path 'kv.raw'"),
+        ({"type": "mock", "capacity_gb": 1e305}, "at most 1e+09"),
+        ({"type": "mock", "latency_ms": 1e305}, "at most 1e+06"),
+        ({"type": "mock", "bandwidth_gb": 1e305}, "at most 1e+06"),
+        ({"type": "fault_inject"}, "'inner' is missing; it is the adapter that is to fail"),
+        ({"type": "fault_inject", "inner": {}}, "'inner' is {}"),
+        ({"type": "fault_inject", "inner": {"type": "mock"}, "faults": [{"seconds": 1e305}]}, "'seconds' is 1e+305"),
+    ],
+)
+def test_values_beyond_all_use_are_one_sentence_too(config: dict[str, object], says: str) -> None:
+    sentence = refusal(config)
+    assert says in sentence
+    assert "\n" not in sentence
+
+
+def test_a_key_that_is_there_twice_is_refused() -> None:
+    assert parse_json('{"type": "mock", "inner": {"type": "mock"}}') == {"type": "mock", "inner": {"type": "mock"}}
+    with pytest.raises(ValueError, match="'type' is there twice"):
+        parse_json('{"inner": {"type": "fs", "type": "mock"}}')
+
+
+def test_a_directory_that_a_link_leads_to_twice_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "kv")
+    adapter = create_adapter({"type": "fs", "base_path": [str(tmp_path / "kv"), str(tmp_path / "link")]})
+    with pytest.raises(AdapterError, match=f"leads to {tmp_path}/kv twice"):
+        adapter.open()
 
 
 def test_a_missing_path_is_said() -> None:
