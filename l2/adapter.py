@@ -186,6 +186,10 @@ class Adapter(abc.ABC):
         """Forget it: all its objects are gone.  True = it is gone for certain, there before or not."""
         return True
 
+    def manifests(self) -> int:
+        """How many of the objects that `usage` counts are such memories: nobody is served from these."""
+        return 0
+
     def tenants(self) -> dict[str, TenantUse]:
         """Bytes on the medium and quotas by tenant, "" = nobody's in particular; {} = they are not told apart."""
         return {}

@@ -179,6 +179,9 @@ class FaultInjectAdapter(Adapter):
     def undescribe(self, namespace: bytes) -> bool:
         return self.inner.undescribe(namespace)
 
+    def manifests(self) -> int:
+        return self.inner.manifests()
+
     def tenants(self) -> dict[str, TenantUse]:
         return self.inner.tenants()
 

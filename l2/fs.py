@@ -482,6 +482,9 @@ class FsAdapter(Adapter):
     def undescribe(self, namespace: bytes) -> bool:
         return self.erase([catalogue.entry_key(namespace)])[0]
 
+    def manifests(self) -> int:
+        return self._index.kept
+
     def tenants(self) -> dict[str, TenantUse]:
         return self._index.usage_by_tenant()
 

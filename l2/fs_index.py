@@ -126,6 +126,11 @@ class CapacityIndex:
         return self._used + self._spare
 
     @property
+    def kept(self) -> int:
+        """Names of the catalogue."""
+        return len(self._kept)
+
+    @property
     def leaving(self) -> int:
         return len(self._leaving)
 

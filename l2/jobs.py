@@ -118,6 +118,7 @@ class Usage(msgspec.Struct, frozen=True, array_like=True):
     bytes_used: int
     bytes_limit: int
     objects: int
+    manifests: int = 0  # of the objects, those that only say what the others are
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):

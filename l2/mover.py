@@ -392,7 +392,7 @@ class Mover:
 
     def _usage(self) -> j.Usage:
         usage = self._adapter.usage()
-        return j.Usage(usage.bytes_used, usage.bytes_limit, usage.objects)
+        return j.Usage(usage.bytes_used, usage.bytes_limit, usage.objects, self._adapter.manifests())
 
     def _views(self, job: j.Extents) -> Iterator[memoryview]:
         for offset in np.frombuffer(job.offsets, "<u8").tolist():

@@ -340,6 +340,10 @@ class RawBlockAdapter(Adapter):
     def undescribe(self, namespace: bytes) -> bool:
         return self.erase([catalogue.entry_key(namespace)])[0]
 
+    def manifests(self) -> int:
+        with self._use() as parts:
+            return parts[0].objects.catalogued if parts is not None else 0
+
     def tenants(self) -> dict[str, TenantUse]:
         with self._use() as parts:
             return {} if parts is None else parts[0].usage_by_tenant()

@@ -140,6 +140,12 @@ class Objects:
         return self.index.count
 
     @property
+    def catalogued(self) -> int:
+        """Objects of the catalogue, those included that are just coming or going."""
+        space = self._ids.get(_CATALOGUE)
+        return 0 if space is None else self._counts[space]
+
+    @property
     def rows_left(self) -> int:
         return self.capacity - self._fresh + self._height
 

@@ -399,6 +399,21 @@ def test_the_catalogue_is_no_object_in_lists_but_goes_with_its_namespace(opened:
 
 
 @KINDS
+@pytest.mark.parametrize("quotas", [{}, {"chat": 4 * MIB}])
+def test_a_medium_that_holds_nothing_but_its_catalogue_says_so(opened: Open, kind: str, quotas: dict[str, int]) -> None:
+    adapter = opened(kind, quotas)  # all tenants are described
+    put(adapter, of("chat", 1))
+    assert (adapter.usage().objects, adapter.manifests()) == (len(TENANTS) + 1, len(TENANTS))
+    adapter.delete([of("chat", 1)])
+    adapter.close()
+    adapter.open()
+    assert adapter.usage().objects == adapter.manifests() == len(TENANTS)
+    adapter.undescribe(space("chat"))
+    assert adapter.usage().objects == adapter.manifests() == len(TENANTS) - 1
+    check(adapter)
+
+
+@KINDS
 def test_a_damaged_entry_is_written_again_with_the_next_store(opened: Open, kind: str, tmp_path: Path) -> None:
     adapter = opened(kind, {"chat": 4 * MIB})
     put(adapter, of("chat", 1))
