@@ -1,4 +1,4 @@
-"""Everything of L2 that lives in control, put together: movers, store controller, prefetch controller.
+"""Everything of L2 that lives in control, put together: movers, store and prefetch controllers, touches, removals.
 
 `step` runs once per round of the control loop, after everything else of the round: what was sealed is told apart
 (loaded from L2, or stored by a client) and handed on, then each controller makes one bounded step.
@@ -11,7 +11,7 @@ import logging
 import select
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -23,6 +23,7 @@ from kvkeep.daemon.media import media_of
 from kvkeep.daemon.movers import Mover
 from kvkeep.daemon.prefetch_controller import PrefetchController
 from kvkeep.daemon.store_controller import StoreController
+from kvkeep.daemon.touches import Touches
 
 if TYPE_CHECKING:
     from kvkeep.daemon.control import Control
@@ -58,9 +59,11 @@ class L2:
             mover.manifest_of = self._manifest_of
             self.movers.append(mover)
         every_bit = sum(mover.bit for mover in self.movers)
+        self.touches = Touches(arena, self.movers, resume=lambda mover: self.stores.resume(mover))
         self.stores = StoreController(
             arena,
             self.movers,
+            stored=self.touches.stored,
             policy=l2_policies.store_policy(config.l2_store_policy),
             cap=int(arena.bytes_total * STORE_SHARE),
             trouble=self._policy_fails("store policy"),
@@ -82,13 +85,17 @@ class L2:
             self.movers,
             [media_of(adapter) for adapter in adapters],
             Ledger(config.run_dir),
-            doom=self.prefetch.doom,
+            doom=self._doom,
             resume=self.stores.resume,
         )
         self.every_bit = every_bit
         control.engine.waiting.prefetch = self.prefetch
         self._trust_tiers(adapters)
         self._reported: dict[str, str] = {}
+
+    def _doom(self, namespace: bytes, keys: Set[bytes] | None) -> None:
+        self.prefetch.doom(namespace, keys)
+        self.touches.forget()
 
     def _manifest_of(self, digest: bytes) -> bytes:
         found = self._arena.namespaces.find(digest)
@@ -131,6 +138,7 @@ class L2:
             self.stores.take_fresh(self.prefetch.split(fresh))
         busy = self.forget.step(now)
         self.prefetch.step(now)
+        busy = self.touches.step(now) or busy
         return self.stores.step(now) or busy
 
     def tick(self, now: float) -> float | None:

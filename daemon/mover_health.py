@@ -22,7 +22,16 @@ from kvkeep.l2.jobs import Code
 
 TROUBLE_S = 10.0  # a failure is a reason for this long: longer than status is usually asked for
 LONG_START_S = 15.0  # an adapter that opens for longer than this is a reason to say so
-TOTALS = ("chunks_stored", "bytes_stored", "chunks_loaded", "bytes_loaded", "finds", "stores_shed", "jobs_late")
+TOTALS = (
+    "chunks_stored",
+    "bytes_stored",
+    "chunks_loaded",
+    "bytes_loaded",
+    "chunks_touched",
+    "finds",
+    "stores_shed",
+    "jobs_late",
+)
 _ILLS = j.FAULTS | {Code.CORRUPT}  # worth a word in the health
 
 
@@ -121,7 +130,7 @@ class Figures:
 
     def ended(self, job: j.AnyJob, codes: Sequence[int]) -> None:
         """A job is over, with one code per chunk."""
-        if not isinstance(job, j.Find | j.Measure | j.Probe | j.Manage):
+        if not isinstance(job, j.Find | j.Touch | j.Measure | j.Probe | j.Manage):
             for code in codes:
                 if code != Code.OK:
                     self.failures[Code(code).name.lower()] += 1

@@ -176,7 +176,7 @@ class PrefetchController:
                 # Nobody took them up in time: they stay for the next who asks, where eviction can make room for others.
                 self.arena.pass_on(going, at_once=not self.arena.orders.evicts)
             if not loaded.all():
-                stored.append(part._replace(entries=entries[~loaded], generations=part.generations[~loaded]))
+                stored.append(part.only(~loaded))
         return stored
 
     def _kept(self, entries: I64) -> npt.NDArray[np.bool_]:

@@ -98,10 +98,12 @@ class StoreController:
         *,
         policy: StorePolicy,
         cap: int,
+        stored: Callable[[Mover, I64], None] = lambda mover, entries: None,
         trouble: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """``trouble`` gets the reason if the policy fails."""
+        """``stored`` is told what an adapter has from now on; ``trouble`` gets the reason if the policy fails."""
         self.arena = arena
+        self._tell_stored = stored
         self.skip_l1 = policy.buffers
         self._selects = type(policy).select is not StorePolicy.select
         self._select = Asked("store", policy, "select", default=True, tell=trouble)
@@ -313,6 +315,7 @@ class StoreController:
         stored = entries[good]
         done = entries[good | (said == Code.TOO_LARGE)]  # what will never fit need not be given again
         self.arena.table.tiers[done] |= np.uint32(mover.bit)
+        self._tell_stored(mover, stored)
         mover.figures.totals["chunks_stored"] += len(stored)
         mover.figures.totals["bytes_stored"] += len(stored) * extent
         self.counters["l2_chunks_stored"] += len(stored)

@@ -133,6 +133,12 @@ class Adapter(abc.ABC):
     def lookup(self, keys: Sequence[Key]) -> list[bool]:
         """Present or not, per key.  What cannot be found out is not present."""
 
+    def touch(self, keys: Sequence[Key]) -> list[bool]:
+        """These are in use, though not from here: they are as recent as if they had been loaded, roots of chains first.
+
+        No payload is read, nothing of the objects is written.  Present or not, per key."""
+        return self.lookup(keys)
+
     @abc.abstractmethod
     def store(self, items: Sequence[Item]) -> list[Result]:
         """Storing a key that is there is OK and writes nothing, also if it is there in another encoding."""

@@ -233,6 +233,24 @@ class FsAdapter(Adapter):
             self._count("recency_not_kept")
         return True
 
+    def touch(self, keys: Sequence[Key]) -> builtins.list[bool]:
+        """The times of the files too, so that a restart knows; no content."""
+        times = self._index.times(len(keys))
+        there = self._each(lambda at: self._touch(keys[at], times[at]), len(keys), False, spread=False)
+        good = [at for at, is_there in enumerate(there) if is_there]
+        self._index.touch([self._place(keys[at])[1] for at in good], [times[at] for at in good], read=True)
+        return there
+
+    def _touch(self, key: Key, used_ns: int) -> bool:
+        if not self._lookup(key):
+            return False
+        root, name = self._place(key)
+        try:
+            root.set_used(name, used_ns)
+        except OSError:
+            self._count("recency_not_kept")
+        return True
+
     def store(self, items: Sequence[Item]) -> builtins.list[Result]:
         times = self._index.times(len(items))
         # What is there is used first, or it might be what goes to make room for the others, after it was found.

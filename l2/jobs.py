@@ -1,6 +1,6 @@
 """What control and a mover say to each other: jobs one way, answers the other.
 
-    control ── Find, Put, Get, Drop, Measure, Probe, Manage ──► mover
+    control ── Find, Touch, Put, Get, Drop, Measure, Probe, Manage ──► mover
             ◄── Ready | Failed (once), then one Answer per job ──
 
 The channel is a pair of connected AF_UNIX SOCK_SEQPACKET sockets: one message is one packet of at most MAX_PACKET
@@ -74,6 +74,10 @@ class Find(Chunks, frozen=True, tag="find"):
     """Which are there.  Answer: OK for those of which all shards are, MISS for the others."""
 
 
+class Touch(Chunks, frozen=True, tag="touch"):
+    """They are in use, though not from here.  Answer: as of Find."""
+
+
 class Put(Extents, frozen=True, tag="put"):
     checksums: bytes  # n * shards u64 xxh3_64, 0 = not computed; or empty
 
@@ -111,7 +115,7 @@ class Manage(Job, frozen=True, tag="manage"):
     limit: int = 0  # objects, 0 = as many as make a step
 
 
-AnyJob: TypeAlias = Find | Put | Get | Drop | Measure | Probe | Manage
+AnyJob: TypeAlias = Find | Touch | Put | Get | Drop | Measure | Probe | Manage
 
 
 class Usage(msgspec.Struct, frozen=True, array_like=True):

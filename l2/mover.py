@@ -50,7 +50,16 @@ RETRY_DELAYS_S = (0.05, 0.25)
 STALL_S = 60.0
 BEAT_S = 1.0
 FINISH_S = 1.5  # for running jobs, when told to stop
-_RANK: dict[type[j.Job], int] = {j.Find: 0, j.Measure: 0, j.Probe: 0, j.Get: 1, j.Put: 2, j.Drop: 3, j.Manage: 4}
+_RANK: dict[type[j.Job], int] = {
+    j.Find: 0,
+    j.Measure: 0,
+    j.Probe: 0,
+    j.Get: 1,
+    j.Put: 2,
+    j.Drop: 3,
+    j.Touch: 3,
+    j.Manage: 4,
+}
 EXIT_OUT_OF_CONTROL = 70
 MAX_MANIFESTS = 2 * 4096  # of up to 16 KiB; control tells each again after 4096 others
 MAX_COUNTERS = 256  # of an adapter's own that are shown
@@ -236,8 +245,8 @@ class Mover:
             self._answer(job, [Code.EXPIRED] * n)
         elif not isinstance(job, j.Get | j.Put | j.Probe) and (trouble := self._adapter.trouble()):
             self._answer(job, [Code.UNAVAILABLE] * n, detail=trouble)
-        elif isinstance(job, j.Find):
-            found = self._readable(list(_keys(job)))
+        elif isinstance(job, j.Find | j.Touch):
+            found = self._readable(list(_keys(job))) if isinstance(job, j.Find) else self._adapter.touch([*_keys(job)])
             whole = [all(found[i * job.shards : (i + 1) * job.shards]) for i in range(n)]
             self._answer(job, [Code.OK if yes else Code.MISS for yes in whole])
         elif isinstance(job, j.Get):

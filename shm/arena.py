@@ -84,6 +84,9 @@ class Part(NamedTuple):
     def cut(self, start: int, end: int | None = None) -> Part:
         return self._replace(entries=self.entries[start:end], generations=self.generations[start:end])
 
+    def only(self, which: npt.NDArray[np.bool_]) -> Part:
+        return self._replace(entries=self.entries[which], generations=self.generations[which])
+
 
 class Arena:
     def __init__(
@@ -112,6 +115,7 @@ class Arena:
         self.watch: set[int] = set()  # entries whose next seal or free goes to `settled`
         self.settled: list[int] = []
         self.fresh: list[Part] | None = None  # what was sealed, for whoever makes this a list and empties it
+        self.read_at: U64 | None = None  # recency clock of each entry's last read, for whoever makes this an array
         self.keeps_heads = True  # False: L1 is a mere buffer, a tail may be stored whose head has left it
         self.bytes_reserved = 0
         self.references_owned = 0  # counted by the owners' account, see daemon/sessions.py
@@ -165,6 +169,8 @@ class Arena:
         """Entries of one chain, root first, become the most recent ones.  ``read``: found, as opposed to stored."""
         if len(chain):
             self.orders.touch(namespace, chain, read=read)
+            if read and self.read_at is not None:
+                self.read_at[chain] = self.orders.clock.now
 
     def acquire(self, entries: I64) -> None:
         """One more reference on each; ``entries`` are distinct."""
