@@ -129,10 +129,10 @@ class Figures:
             self.adapter = answer.counters
 
     def ended(self, job: j.AnyJob, codes: Sequence[int]) -> None:
-        """A job is over, with one code per chunk."""
+        """A job is over, with one code per chunk.  That somebody else is at a chunk just now is no failure."""
         if not isinstance(job, j.Find | j.Touch | j.Measure | j.Probe | j.Manage):
             for code in codes:
-                if code != Code.OK:
+                if code not in (Code.OK, Code.BUSY):
                     self.failures[Code(code).name.lower()] += 1
 
     def row(self) -> dict[str, Any]:

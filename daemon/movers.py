@@ -116,7 +116,7 @@ class Mover:
         self._overdue: list[tuple[float, int]] = []
         self._outbox: deque[bytes] = deque()
         self._measure_at = 0.0
-        self._active = True  # since the last measurement
+        self._active = True  # since the last measurement was asked for: a job was given or answered
         self._ours, theirs = self._pair()
         self._theirs = os.dup(theirs.fileno())
         theirs.close()
@@ -321,6 +321,7 @@ class Mover:
             log.error("%s answered a job that it does not have: %d", self.name, answer.id)
             return
         job = open_job.job
+        self._active |= not isinstance(job, j.Measure)
         self.figures.answered(answer)
         if answer.data:
             self._steps[job.id] = _steps.decode(answer.data)

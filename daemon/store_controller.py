@@ -37,6 +37,7 @@ from kvkeep.shm.arena import Arena, Part
 from kvkeep.shm.layout import CHECKSUM_SHARDS, State
 
 I64 = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
 
 PUTS = 4  # open Put jobs per adapter
 PUT_DEADLINE_S = 30.0
@@ -82,6 +83,7 @@ class Feed:
     """Everything about one adapter."""
 
     mover: Mover
+    storing: Mask  # per entry: an open Put of this adapter has it
     queue: Queue = field(default_factory=Queue)
     scan_at: int = -1  # record that the scan has come to; -1 = none is under way
     scan_wanted: bool = True
@@ -113,7 +115,7 @@ class StoreController:
         self._cap = cap
         # In a buffer nothing may be overlooked: what is shed would block L1 until the next scan finds it.
         self._queue_limit = arena.bytes_total if self.skip_l1 else cap
-        self._feeds = [Feed(mover) for mover in movers]
+        self._feeds = [Feed(mover, np.zeros(arena.table.capacity, dtype=bool)) for mover in movers]
         self._every_bit = np.uint32(sum(mover.bit for mover in movers))
         self._held: dict[int, References] = {}  # by Put: id of the References
 
@@ -199,7 +201,7 @@ class StoreController:
             table.tiers[part] &= ~np.uint32(feed.mover.bit)
         sealed = table.state[part] == State.SEALED
         tiers = table.tiers[part]
-        missing = part.start + np.flatnonzero(sealed & (tiers & np.uint32(feed.mover.bit) == 0))
+        missing = part.start + np.flatnonzero(sealed & ~feed.storing[part] & (tiers & np.uint32(feed.mover.bit) == 0))
         if self.skip_l1:
             self._leave(part.start + np.flatnonzero(sealed & (tiers != 0)))
         # Heads first, as far as a scan in table order can see.
@@ -263,7 +265,8 @@ class StoreController:
             entries = part.entries
             live = self.arena.still_sealed(part)
             self.counters["l2_stores_too_late"] += len(live) - int(live.sum())  # it left L1 before its turn
-            entries = self._allowed(feed.mover, entries[live & (table.tiers[entries] & bit == 0)])
+            live &= ~feed.storing[entries] & (table.tiers[entries] & bit == 0)
+            entries = self._allowed(feed.mover, entries[live])
             if self._selects and len(entries):
                 entries = self._selected(feed.mover, entries)
             if len(entries):
@@ -299,6 +302,7 @@ class StoreController:
             sums,
         )
         self._held[id(held)] = held
+        self._feeds[mover.index].storing[entries] = True
         if trace.on(log):
             trace.chunks(log, f"put {mover.name}/{job.id}", table.keys[entries])
         extent = namespace.extent_bytes
@@ -306,7 +310,8 @@ class StoreController:
 
     def _stored(self, mover: Mover, held: References, codes: Sequence[int], job: int, extent: int) -> None:
         del self._held[id(held)]
-        entries = held.entries
+        feed, entries = self._feeds[mover.index], held.entries
+        feed.storing[entries] = False
         said = np.array(codes, dtype=np.uint8)
         good = said == Code.OK
         if trace.on(log):
@@ -319,8 +324,8 @@ class StoreController:
         mover.figures.totals["chunks_stored"] += len(stored)
         mover.figures.totals["bytes_stored"] += len(stored) * extent
         self.counters["l2_chunks_stored"] += len(stored)
-        self.counters["l2_store_failures"] += len(entries) - len(stored)
-        feed, failed = self._feeds[mover.index], set(codes) - {Code.OK, Code.TOO_LARGE}
+        self.counters["l2_store_failures"] += len(entries) - int((good | (said == Code.BUSY)).sum())
+        failed = set(codes) - {Code.OK, Code.TOO_LARGE}
         if failed & {Code.LOST, Code.STOPPING, Code.EXPIRED}:
             feed.scan_wanted = True  # nothing was wrong with these
         elif failed:
