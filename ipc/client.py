@@ -30,7 +30,8 @@ from typing import Any, NoReturn
 import msgspec
 
 from kvkeep.ipc import messages as m
-from kvkeep.ipc.buffers import Buffers, Hashes, pack_hashes, rows
+from kvkeep.ipc.arguments import seconds, text, whole
+from kvkeep.ipc.buffers import Buffers, Hashes, check_distinct, count_of, pack_hashes, rows
 from kvkeep.ipc.client_attach import Options
 from kvkeep.ipc.client_lookup import Lookup, PendingLookup, Reading, open_reading
 from kvkeep.ipc.client_manage import CLEAR_S, MANAGEMENT_S, Dropped, Management, id_of
@@ -43,7 +44,9 @@ from kvkeep.ipc.keys import Manifest, canonical
 from kvkeep.ipc.messages import HASH_BYTES, MAX_CHUNKS
 from kvkeep.ipc.namespace import Namespace
 
-MAX_WAIT_MS = 60_000  # the daemon's limit
+MAX_WAIT_MS = 60_000  # the daemon's limits
+MAX_READERS = 1024
+MAX_NAME_CHARS = 256
 _LEAST_S = 0.001
 
 
@@ -77,8 +80,11 @@ class Client:
         shard and verifies it when loading.  ``arena=False`` is for management: no memory is mapped.
         ``copy_threads``: how many threads a `store` or `retrieve` of 16 MiB and more may copy with.
         """
-        if copy_threads < 1:
-            raise ValueError(f"copy_threads is {copy_threads}; the caller's own thread is the first, so at least 1")
+        whole("copy_threads", copy_threads, 1)
+        if not isinstance(run_dir, str | os.PathLike | None):
+            raise ValueError(f"run_dir is {run_dir!r} ({type(run_dir).__name__}); it must be the path of a directory")
+        text("name", name, MAX_NAME_CHARS)
+        deadline_s = seconds("deadline_s", deadline_s)
         session = Session(Options(run_dir, name, arena, copy_threads))
         try:
             session.start()
@@ -175,8 +181,8 @@ class Client:
             plain = msgspec.to_builtins(manifest) if isinstance(manifest, Manifest) else manifest
             manifest = {**plain, "tenant": tenant}
         self._session.check_process()
-        if shard_bytes <= 0 or shards <= 0:
-            raise ValueError(f"shard_bytes ({shard_bytes}) and shards ({shards}) must be positive")
+        shard_bytes, shards = whole("shard_bytes", shard_bytes, 1), whole("shards", shards, 1)
+        deadline_s = seconds("deadline_s", deadline_s)
         fresh = Namespace(canonical(manifest), shard_bytes, shards)
         session = self._session
         namespace, attachment = session.adopt(fresh)
@@ -192,8 +198,13 @@ class Client:
         return namespace
 
     def _bound(self, namespace: Namespace) -> tuple[Attachment, int] | None:
+        """Where to ask, and what it is called there.  None = nowhere now."""
         session = self._session
         session.check_process()
+        if not isinstance(namespace, Namespace):
+            raise ValueError(f"a namespace is what `register` returns, not {namespace!r}")
+        if session.namespaces.get(namespace.digest) is not namespace:
+            raise ValueError(f"{namespace!r} was registered with another client; register it with this one")
         attachment = session.attachment
         if attachment is None or attachment.hung:
             return None
@@ -215,10 +226,10 @@ class Client:
         """Keep the bytes of ``shard`` of chunks ``start``… of the chain ``hashes`` (all of it, from the root).
         ``buffers[i]`` belongs to chunk ``start + i``.  They may be reused when this returns."""
         packed = pack_hashes(hashes)
-        chunks = len(packed) // HASH_BYTES - start
-        if len(buffers) != chunks:
+        chunks = len(packed) // HASH_BYTES - whole("start", start, 0)
+        if count_of(buffers) != chunks:
             raise ValueError(f"{len(buffers)} buffers for the {chunks} chunks from start {start} on")
-        until = time.monotonic() + deadline_s
+        until = time.monotonic() + seconds("deadline_s", deadline_s)
         committed: list[m.Outcome] = []
         reservation = self.reserve(ns, packed, start=start, shard=shard, deadline_s=deadline_s)
         try:
@@ -239,15 +250,12 @@ class Client:
         self, ns: Namespace, hashes: Hashes, *, start: int = 0, shard: int = 0, deadline_s: float = 1.0
     ) -> Reservation:
         """Ask for extents for the chunks from ``start`` on that are missing.  Blocks for one round trip."""
-        packed = pack_hashes(hashes)
+        bound, packed, deadline_s = self._bound(ns), pack_hashes(hashes), seconds("deadline_s", deadline_s)
         total = len(packed) // HASH_BYTES
-        if not 0 <= start <= total:
-            raise ValueError(f"start {start} of a chain of {total} chunks")
-        if not 0 <= shard < ns.shards:
-            raise ValueError(f"shard {shard} of a namespace with {ns.shards}")
+        start, shard = whole("start", start, 0, total), whole("shard", shard, 0, ns.shards - 1)
         if total > MAX_CHUNKS:
             raise ValueError(f"a chain of {total} chunks, the limit is {MAX_CHUNKS}; use larger chunks")
-        bound = self._bound(ns)
+        check_distinct(packed, start)
         if bound is None or start == total:
             return Reservation(self._session)
         attachment, namespace_id = bound
@@ -256,18 +264,19 @@ class Client:
         request = m.Store(attachment.lease, attachment.epoch, namespace_id, shard, packed, start)
         with attachment.exchange():
             reply = self._session.call(attachment, request, deadline_s)
-            if not isinstance(reply, m.StoreReply):
-                self._unexpected(attachment, reply)
-                return Reservation(self._session)
-            return reservation_of(
-                self._session,
-                attachment,
-                reply,
-                chunks=total - start,
-                start=start,
-                length=ns.shard_bytes,
-                checksums=self._checksums,
-            )
+            if isinstance(reply, m.StoreReply):
+                return reservation_of(
+                    self._session,
+                    attachment,
+                    reply,
+                    chunks=total - start,
+                    start=start,
+                    length=ns.shard_bytes,
+                    checksums=self._checksums,
+                )
+            self._unexpected(attachment, reply)
+        _blame_caller(reply, packed)
+        return Reservation(self._session)
 
     # ---- lookup and retrieve -----------------------------------------------------------------------------------------
 
@@ -277,13 +286,13 @@ class Client:
         """The longest present prefix.  It is held for ``readers`` confirmations of each shard, or until `release`;
         ``readers=0`` only asks.  ``wait_s``: how long the daemon may wait for chunks that are just being written; the
         deadline counts on top of it."""
-        if wait_s > 0:
+        if seconds("wait_s", wait_s):
             return self.begin_lookup(ns, hashes, readers=readers, wait_s=wait_s, deadline_s=deadline_s).wait(
                 wait_s + deadline_s
             )
         session = self._session
-        packed = pack_hashes(hashes)[: MAX_CHUNKS * HASH_BYTES]
-        bound = self._bound(ns)
+        bound, packed = self._bound(ns), pack_hashes(hashes)[: MAX_CHUNKS * HASH_BYTES]
+        readers, deadline_s = whole("readers", readers, 0, MAX_READERS), seconds("deadline_s", deadline_s)
         if bound is not None and packed:
             attachment, namespace_id = bound
             request = m.Lookup(attachment.lease, attachment.epoch, namespace_id, packed, readers, 0)
@@ -292,22 +301,23 @@ class Client:
                 if type(reply) is m.LookupReply and not reply.pending and 0 <= reply.ready <= len(packed) // HASH_BYTES:
                     return Lookup(session, attachment, reply.handle, reply.ready, readers * ns.shards)
                 self._unexpected(attachment, reply)
+            _blame_caller(reply, packed)
         return Lookup(session, None, 0, 0, 0)
 
     def begin_lookup(
         self, ns: Namespace, hashes: Hashes, *, readers: int = 1, wait_s: float = 0.0, deadline_s: float = 1.0
     ) -> PendingLookup:
         """Sends, and returns at once.  ``deadline_s`` after ``wait_s``, `PendingLookup.poll` answers with a miss."""
-        packed = pack_hashes(hashes)[: MAX_CHUNKS * HASH_BYTES]
-        bound = self._bound(ns) if packed else None
-        if bound is None:
+        bound, packed = self._bound(ns), pack_hashes(hashes)[: MAX_CHUNKS * HASH_BYTES]
+        readers, deadline_s = whole("readers", readers, 0, MAX_READERS), seconds("deadline_s", deadline_s)
+        wait_s = min(seconds("wait_s", wait_s), MAX_WAIT_MS / 1000)
+        if bound is None or not packed:
             return PendingLookup(self._session, None)
         attachment, namespace_id = bound
         pending = PendingLookup(
             self._session, attachment, confirmations=readers * ns.shards, wait_s=wait_s, deadline_s=deadline_s
         )
-        wait_ms = min(MAX_WAIT_MS, max(0, round(wait_s * 1000)))
-        request = m.Lookup(attachment.lease, attachment.epoch, namespace_id, packed, readers, wait_ms)
+        request = m.Lookup(attachment.lease, attachment.epoch, namespace_id, packed, readers, round(wait_s * 1000))
         pending.send(m.encode(request))
         return pending
 
@@ -323,10 +333,10 @@ class Client:
     ) -> list[bool]:
         """Copy chunks ``start``… of a lookup into ``buffers``.  True = the exact bytes are in the buffer; False = a
         miss, and the buffer's content is undefined.  ``confirm`` ends this reader's share of ``shard`` in any case."""
-        session, attachment, total = self._session, lookup._attachment, len(buffers)
+        session, attachment, total = self._session, lookup._attachment, count_of(buffers)
         session.check_process()
-        if start < 0 or shard < 0:
-            raise ValueError(f"start {start} and shard {shard} must not be negative")
+        start, shard = whole("start", start, 0), whole("shard", shard, 0)
+        deadline_s = seconds("deadline_s", deadline_s)
         if not lookup.alive or attachment is None:
             return [False] * total
         if lookup._session is not session:
@@ -354,6 +364,8 @@ class Client:
         """Extents by handle, also of a lookup that another client made.  None = cannot be read, confirm not needed."""
         session = self._session
         session.check_process()
+        handle, shard, deadline_s = whole("handle", handle), whole("shard", shard), seconds("deadline_s", deadline_s)
+        start, count = whole("start", start), whole("count", count)
         attachment = session.attachment
         if attachment is None or handle <= 0 or count <= 0 or start < 0 or shard < 0:
             return None
@@ -362,13 +374,13 @@ class Client:
 
     def release_handle(self, handle: int) -> None:
         """Give back a handle that was handed over (`Lookup.hand_over`) and will not be read after all."""
-        attachment = self._session.attachment
+        attachment, handle = self._session.attachment, whole("handle", handle)
         if attachment is not None and handle > 0:
             self._session.settle(attachment, m.Release(attachment.lease, attachment.epoch, handle), 0.5)
 
     def confirm_handle(self, handle: int, shard: int) -> None:
         """Confirm without reading: this reader does not need its share."""
-        attachment = self._session.attachment
+        attachment, handle, shard = self._session.attachment, whole("handle", handle), whole("shard", shard)
         if attachment is not None and handle > 0:
             self._session.settle(attachment, m.Confirm(attachment.lease, attachment.epoch, handle, shard), 0.5)
 
@@ -427,6 +439,12 @@ class Client:
 
     def unpin(self, pin: int) -> int:
         return int(self.management.ask(m.Ok, m.Unpin, pin).count)
+
+
+def _blame_caller(reply: m.AnyReply | None, packed: bytes) -> None:
+    """A refusal for what would have cost too much to look for in each call."""
+    if isinstance(reply, m.Error) and reply.code == m.ErrorCode.BAD_REQUEST.value:
+        check_distinct(packed, 0)
 
 
 __all__ = [

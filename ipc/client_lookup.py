@@ -23,6 +23,7 @@ import numpy as np
 import xxhash
 
 from kvkeep.ipc import messages as m
+from kvkeep.ipc.arguments import seconds, whole
 from kvkeep.ipc.buffers import Buffer, Bytes, as_bytes
 from kvkeep.ipc.client_arena import U32, U64, Arena
 from kvkeep.ipc.client_rpc import INTERRUPTED, MAX_DEADLINE_S, Attachment, Channel, Sink
@@ -56,7 +57,7 @@ class Lookup:
 
     def release(self, keep: int = 0) -> None:
         """Give back the references of chunks ``keep`` and after.  Never fails: it is done, pending, or pointless."""
-        attachment = self._attachment
+        attachment, keep = self._attachment, whole("keep", keep)
         if not self._open or attachment is None:
             return
         if keep > 0:
@@ -155,7 +156,7 @@ class PendingLookup:
         """Wait for the answer.  After ``deadline_s`` the lookup is cancelled, and is a miss.  Raises RuntimeError in a
         fork."""
         self._session.check_process()
-        until = min(self._deadline, time.monotonic() + deadline_s)
+        until = min(self._deadline, time.monotonic() + seconds("deadline_s", deadline_s))
         if self._result is None and self._channel is not None:
             with self._channel.attachment.exchange():
                 self._channel.wait(lambda: self._result is not None, until)

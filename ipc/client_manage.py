@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from kvkeep.ipc import messages as m
+from kvkeep.ipc.arguments import carried, seconds
 from kvkeep.ipc.client_session import Session
 from kvkeep.ipc.errors import Denied, ProtocolError, Unavailable
 from kvkeep.ipc.namespace import Namespace
@@ -51,6 +52,8 @@ class Management:
         if attachment is None:
             raise Unavailable(session.state)
         request = kind(attachment.lease, attachment.epoch, *fields)
+        carried(request)
+        deadline_s = seconds("deadline_s", deadline_s)
         with attachment.exchange():
             reply = session.call(attachment, request, deadline_s)  # type: ignore[arg-type]
             if isinstance(reply, expected):

@@ -28,6 +28,7 @@ import time
 import zmq
 
 from kvkeep.ipc import messages as m
+from kvkeep.ipc.arguments import seconds
 from kvkeep.ipc.attach_frames import AttachRefused
 from kvkeep.ipc.client_arena import ArenaError
 from kvkeep.ipc.client_attach import Options, attach_path, open_attachment
@@ -96,6 +97,8 @@ class Session:
     def state(self) -> str:
         """One line for logs: attached, or why not."""
         attachment = self.attachment
+        if self.closing:
+            return "this client was closed; attach a new one"
         if attachment is None:
             return f"not attached to {self.where()}: {self.last_error}"
         return f"attached to {self.where()}, epoch {attachment.epoch}" + ", hung" * attachment.hung
@@ -124,7 +127,7 @@ class Session:
     def ask(self, attachment: Attachment, request: m.AnyRequest, deadline_s: float) -> Answer:
         """The same for those who must know whether the request left us at all."""
         self.check_process()
-        body = m.encode(request)
+        body, deadline_s = m.encode(request), seconds("deadline_s", deadline_s)
         if attachment.hung or not attachment.alive:
             return Answer()
         with attachment.exchange():
@@ -239,7 +242,10 @@ class Session:
                 backoff = min(backoff * 2, RESTART_BACKOFF_S if restarting else BACKOFF_S[1])
 
     def where(self) -> str:
-        return attach_path(self.options)
+        try:
+            return attach_path(self.options)
+        except OSError:  # the working directory is gone, and the path is relative to it
+            return str(self.options.run_dir)
 
     def _tell_refused(self, error: AttachRefused) -> None:
         if self.refused is None or self.refused.message != error.message:
@@ -328,6 +334,7 @@ class Session:
         attachment.end("closed" if self.closing else "could not serve")
         self._published = None
         log.info("detached: %s", attachment.why)
+        self.last_error = f"the last attachment ended: {attachment.why}"
         os.eventfd_write(self.eventfd, 1)  # whoever waits for a lookup looks, and finds a miss
         for channel in list(self._channels):
             channel.close(0.02)  # whoever is waiting in it has been woken

@@ -46,6 +46,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvkeep.ipc import messages as m
+from kvkeep.ipc.arguments import MAX_WHOLE, seconds, whole
 from kvkeep.ipc.client import Client
 from kvkeep.ipc.errors import Denied, ProtocolError, Unavailable
 from kvkeep.ipc.formats import HEADER_BYTES, Header, MemoryFormat, Value, describe, digest_of
@@ -84,8 +85,7 @@ class KVStore:
         store.  ``page_bytes``: payload of one page: the usual value, or a part of it if sizes differ much.
         ``checksums``: keep one of each payload, and compare it with what is read.  The client stays the caller's.
         Raises ProtocolError if the daemon refuses such a store, ValueError for arguments that make no sense."""
-        if page_bytes < 1:
-            raise ValueError(f"page_bytes is {page_bytes}; it must be positive")
+        page_bytes = whole("page_bytes", page_bytes, 1, MAX_WHOLE - HEADER_BYTES)
         if not space:
             raise ValueError("the space of a store has no name; say whose keys these are")
         self.client = client
@@ -323,7 +323,7 @@ class KVStore:
         """Keep a value from being evicted or removed until `unpin`, ``ttl_s``, `close`, or the end of this process or
         of the daemon.  False = it is not there, or PIN_SHARE of L1 is pinned by this store already.  Pins of one key
         are counted: each needs an `unpin`; the longest time counts."""
-        if ttl_s <= 0:
+        if not seconds("ttl_s", ttl_s):
             raise ValueError(f"a ttl of {ttl_s} s; it must be positive")
         name, until, pages = name_of(key), Until.after(deadline_s, wait_s), self._pages
         self.client._session.check_process()

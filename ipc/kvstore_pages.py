@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from blake3 import blake3
 
+from kvkeep.ipc.arguments import seconds
 from kvkeep.ipc.client import MAX_WAIT_MS, Client
 from kvkeep.ipc.client_lookup import Lookup, PendingLookup, Reading
 from kvkeep.ipc.formats import HEADER_BYTES, MAX_KEY_BYTES, Header, decode
@@ -38,8 +39,8 @@ class Until(NamedTuple):
 
     @classmethod
     def after(cls, deadline_s: float, wait_s: float = 0.0) -> Until:
-        now = time.monotonic()
-        return cls(now + deadline_s + wait_s, now + wait_s)
+        now, wait_s = time.monotonic(), seconds("wait_s", wait_s)
+        return cls(now + seconds("deadline_s", deadline_s) + wait_s, now + wait_s)
 
     @property
     def left(self) -> float:
