@@ -157,7 +157,7 @@ class Admin:
         table = self.engine.arena.table
         left = entries[(table.state[entries] == State.SEALED) & (table.namespace[entries] == namespace)]
         assert self.l2 is not None
-        table.tiers[left] |= np.uint32(self.l2.every_bit)
+        self.l2.stores.withhold(left)
         return len(left)
 
     def _answer(self, identity: bytes, request_id: bytes) -> Callable[[int, dict[str, Any]], None]:

@@ -11,7 +11,7 @@ import logging
 import select
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -85,17 +85,12 @@ class L2:
             self.movers,
             [media_of(adapter) for adapter in adapters],
             Ledger(config.run_dir),
-            doom=self._doom,
+            doom=self.prefetch.doom,
             resume=self.stores.resume,
         )
-        self.every_bit = every_bit
         control.engine.waiting.prefetch = self.prefetch
         self._trust_tiers(adapters)
         self._reported: dict[str, str] = {}
-
-    def _doom(self, namespace: bytes, keys: Set[bytes] | None) -> None:
-        self.prefetch.doom(namespace, keys)
-        self.touches.forget()
 
     def _manifest_of(self, digest: bytes) -> bytes:
         found = self._arena.namespaces.find(digest)
@@ -121,7 +116,7 @@ class L2:
         fingerprint = xxhash.xxh3_64_intdigest(names.encode()) or 1
         superblock = self._control.segments.superblock
         if int(superblock["tiers"]) != fingerprint:
-            self._arena.table.tiers[: self._arena.table.ever_used] = 0
+            self.stores.distrust()
             superblock["tiers"] = fingerprint
 
     # ---- the loop ----------------------------------------------------------------------------------------------------

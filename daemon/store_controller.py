@@ -35,6 +35,7 @@ from kvkeep.l2.jobs import Code
 from kvkeep.shm import trace
 from kvkeep.shm.arena import Arena, Part
 from kvkeep.shm.layout import CHECKSUM_SHARDS, State
+from kvkeep.shm.table import EntryTable
 
 I64 = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
@@ -44,6 +45,7 @@ PUT_DEADLINE_S = 30.0
 SCAN_STEP = 8192  # records per round: well under a millisecond
 RESCAN_S = 1.0  # at the earliest after the last scan ended, when something was shed
 RETRY_S = 10.0  # after this, what a medium refused is given to it again: a full or failing one may work by then
+WITHHELD = np.uint32(1 << 31)  # in `tiers`: it was cleared while it was in use.  Its other bits are never taken away
 _NONE: I64 = np.empty(0, dtype=np.int64)
 
 log = logging.getLogger("kvkeep.store")
@@ -158,6 +160,15 @@ class StoreController:
         feed = self._feeds[mover.index]
         feed.scan_wanted, feed.next_scan = True, 0.0
 
+    def withhold(self, entries: I64) -> None:
+        """They were cleared, and stay in L1 because they are in use: no adapter is to be given them any more."""
+        self.arena.table.tiers[entries] |= self._every_bit | WITHHELD
+
+    def distrust(self) -> None:
+        """The bits speak of other adapters than these."""
+        tiers = self.arena.table.tiers[: self.arena.table.ever_used]
+        tiers[:] = np.where(tiers & WITHHELD, self._every_bit | WITHHELD, np.uint32(0))
+
     @property
     def idle(self) -> bool:
         """Nothing is left that could be stored now."""
@@ -198,7 +209,7 @@ class StoreController:
         table = self.arena.table
         part = slice(feed.scan_at, min(feed.scan_at + SCAN_STEP, table.ever_used))
         if feed.was_emptied:
-            table.tiers[part] &= ~np.uint32(feed.mover.bit)
+            take_away(table, np.arange(part.start, part.stop), feed.mover)
         sealed = table.state[part] == State.SEALED
         tiers = table.tiers[part]
         missing = part.start + np.flatnonzero(sealed & ~feed.storing[part] & (tiers & np.uint32(feed.mover.bit) == 0))
@@ -341,3 +352,8 @@ class StoreController:
         entries = entries[(tiers != 0) & (tiers & needed == needed)]
         if len(entries):
             self.arena.pass_on(entries, at_once=True)
+
+
+def take_away(table: EntryTable, entries: I64, mover: Mover) -> None:
+    """The adapter does not have these: it is given them again, unless they are withheld."""
+    table.tiers[entries] &= ~np.where(table.tiers[entries] & WITHHELD, np.uint32(0), np.uint32(mover.bit))

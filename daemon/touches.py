@@ -9,8 +9,7 @@ stored nothing is touched, and between two rounds a chunk that is in use moves b
 What is read and what is stored costs one array operation each.
 
 ``heard`` is for entries under the generation noted with it.  Only what the adapter is known to have had is stored
-again: not what another has (an adapter that evicted it does not get it back by every reader), nor what was kept from
-it.  So a clear makes it forget all it knows (`forget`), and nothing is learned while something is banned.
+again: what only another has does not come to this one by every reader.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvkeep.daemon.movers import Mover
+from kvkeep.daemon.store_controller import take_away
 from kvkeep.l2 import jobs as j
 from kvkeep.l2.jobs import Code
 from kvkeep.shm.arena import Arena, Part
@@ -64,16 +64,9 @@ class Touches:
 
     def stored(self, mover: Mover, entries: I64) -> None:
         """The adapter has them now."""
-        if not mover.bans:
-            one = self._adapters[mover.index]
-            one.heard[entries] = self._arena.orders.clock.now
-            one.heard_under[entries] = self._arena.table.generation[entries]
-
-    def forget(self) -> None:
-        """Something is to go from all adapters, and may stay in L1."""
-        for one in self._adapters:
-            one.heard_under[:] = 0
-            one.queue.clear()
+        one = self._adapters[mover.index]
+        one.heard[entries] = self._arena.orders.clock.now
+        one.heard_under[entries] = self._arena.table.generation[entries]
 
     def step(self, now: float) -> bool:
         """One bounded piece of work.  True = there is more to do at once."""
@@ -145,10 +138,9 @@ class Touches:
         known = one.heard_under[part.entries] == part.generations
         lost = part.entries[still & known & (said == Code.MISS)]
         one.mover.figures.totals["chunks_touched"] += len(there)
-        if not one.mover.bans:
-            one.heard[there] = told
-            one.heard_under[there] = table.generation[there]
+        one.heard[there] = told
+        one.heard_under[there] = table.generation[there]
         if len(lost):
             one.heard_under[lost] = 0
-            table.tiers[lost] &= ~np.uint32(one.mover.bit)
+            take_away(table, lost, one.mover)
             self._resume(one.mover)

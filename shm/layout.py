@@ -105,7 +105,7 @@ ENTRY = np.dtype(
         ("references", "<u4"),
         ("recency", "<u8"),
         ("shard_mask", "<u8"),  # shards committed so far
-        ("tiers", "<u4"),  # bit per L2 adapter that need not be given it (any more)
+        ("tiers", "<u4"),  # bit per L2 adapter that need not be given it (any more), and WITHHELD
         ("reserved1", "<u4"),
         ("reserved2", "<u8", (2,)),
     ]

@@ -113,6 +113,36 @@ def test_a_chunk_in_use_stays_in_l1_and_goes_to_l2_no_more(make_daemon: Make, tm
         at_rest(kv)
 
 
+@pytest.mark.parametrize("what", ["a new mover", "another adapter"])
+def test_a_chunk_that_was_in_use_is_given_to_no_medium_that_comes_empty(
+    make_daemon: Make, tmp_path: Path, what: str
+) -> None:
+    """What is known of who has which chunks is thrown away then; not so what was cleared."""
+    daemon = make_daemon(fs(tmp_path / "kv"))
+    with attach(daemon) as kv:
+        ns, keys = register(kv), chain(1, 10)
+        store(kv, ns, keys)
+        stored(kv, 10)
+        with kv.lookup(ns, keys[:4]):
+            assert kv.clear().in_use == 4
+        if what == "a new mover":
+            pid = row(kv)["pid"]
+            os.kill(pid, signal.SIGKILL)
+            eventually(lambda: row(kv)["pid"] not in (0, pid) and row(kv)["phase"] == "serving")
+    if what == "another adapter":
+        daemon.kill()
+        daemon.flags = [daemon.flags[0], fs(tmp_path / "other")]
+        daemon.start()
+    with attach(daemon) as kv:
+        ns = register(kv)
+        store(kv, ns, chain(2, 3))  # a sign that the store controller has looked
+        stored(kv, 3)
+        time.sleep(1.5)  # longer than its next look
+        assert row(kv)["chunks_stored"] == (13 if what == "a new mover" else 3)
+        assert served(kv, ns, keys) == 4, "L1 has them"
+        at_rest(kv)
+
+
 def test_stores_that_are_under_way_do_not_bring_it_back(make_daemon: Make, tmp_path: Path) -> None:
     slow = faulty(tmp_path, {"operation": "store", "fault": "stall", "seconds": 0.02})
     with attach(make_daemon(slow)) as kv:

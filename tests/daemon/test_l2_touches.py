@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kvkeep.daemon.movers import Mover
+from kvkeep.daemon.store_controller import WITHHELD
 from kvkeep.daemon.touches import ROUNDS, TOUCH_KEYS, Touches
 from kvkeep.l2 import jobs as j
 from kvkeep.l2.jobs import Code
@@ -142,23 +143,26 @@ def test_what_the_adapter_has_lost_is_stored_again() -> None:
     assert not bench.arena.table.tiers[entries].any()
 
 
-@pytest.mark.parametrize("when", ["before", "while it is asked", "under a ban"])
-def test_what_was_kept_from_the_adapter_is_not_given_to_it_because_it_has_it_not(when: str) -> None:
-    """A clear leaves chunks that are in use in L1, with all their tier bits set."""
+def test_what_is_withheld_is_not_given_to_an_adapter_because_it_has_it_not() -> None:
+    """A clear leaves chunks that are in use in L1."""
     bench = Bench()
-    if when == "under a ban":
-        bench.mover.bans.add(b"another")
     entries = bench.stored("hot", 4)
+    bench.arena.table.tiers[entries] |= WITHHELD
     bench.read("hot", 4)
-    if when == "before":
-        bench.touches.forget()
     bench.bytes_stored(LIMIT)
-    if when == "while it is asked":
-        while not bench.mover.jobs:
-            bench.touches.step(0.0)
-        bench.touches.forget()
     bench.settle(Code.MISS)
-    assert bench.resumed == []
+    assert (bench.arena.table.tiers[entries] == np.uint32(bench.mover.bit) | WITHHELD).all()
+
+
+def test_what_only_another_adapter_has_is_not_pushed_to_this_one_by_every_reader() -> None:
+    """A load sets the bits of all."""
+    bench = Bench()
+    assert store(bench.arena, bench.ns, chain("hot", 4)) == 4
+    entries = bench.entries("hot", 4)
+    bench.arena.table.tiers[entries] |= np.uint32(bench.mover.bit)
+    bench.read("hot", 4)
+    bench.bytes_stored(LIMIT)
+    assert bench.settle(Code.MISS) == [keys("hot", 4)]
     assert bench.arena.table.tiers[entries].all()
 
 
