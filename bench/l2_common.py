@@ -44,10 +44,10 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "fs": Kind("fs", {}, 8, "", full=True),
+    "fs": Kind("fs", {}, 12, "", full=True),
     "raw_block": Kind("raw_block", {}, 32, "slice"),
-    "fs_empty": Kind("fs", {}, 8, ""),
-    "fs_sync": Kind("fs", {"fsync": "data"}, 8, "object", full=True),
+    "fs_empty": Kind("fs", {}, 12, ""),
+    "fs_sync": Kind("fs", {"fsync": "data"}, 12, "object", full=True),
     "raw_block_nosync": Kind("raw_block", {"durability": "none"}, 32, ""),
 }
 Way = Callable[[], float]

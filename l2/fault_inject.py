@@ -92,10 +92,6 @@ class FaultInjectAdapter(Adapter):
         struck = [self._strikes("lookup") is not None for _ in keys]
         return [there and not hit for there, hit in zip(self.inner.touch(keys), struck, strict=True)]
 
-    def touch(self, keys: Sequence[Key]) -> builtins.list[bool]:
-        struck = [self._strikes("lookup") is not None for _ in keys]
-        return [there and not hit for there, hit in zip(self.inner.touch(keys), struck, strict=True)]
-
     def store(self, items: Sequence[Item]) -> builtins.list[Result]:
         results: builtins.list[Result | None] = []
         passed = []

@@ -1,7 +1,7 @@
 """The `fs` adapter: one file per shard of a chunk, in one or several directories, up to a limit.
 
     {"type": "fs", "base_path": "/nvme/kv" | ["/nvme0/kv", "/nvme1/kv"], "capacity_gb": 500, "fsync": "none|data|full",
-     "direct_io": "auto|on|off", "shared": false, "io_threads": 4,
+     "direct_io": "auto|on|off", "shared": false, "io_threads": 8,
      "eviction": {"eviction_policy": "LRU", "trigger_watermark": 0.95, "eviction_ratio": 0.05,
                   "tenant_quotas": {"team-a": 64}}}
 
@@ -95,7 +95,7 @@ class FsAdapter(Adapter):
         self._fsync = options.choice("fsync", "none", ("none", "data", "full"))
         self._direct_io = options.choice("direct_io", "auto", ("auto", "on", "off"))
         self._shared = options.flag("shared", False)
-        self._io_threads = options.count("io_threads", 4, least=1, most=256)
+        self._io_threads = options.count("io_threads", 8, least=1, most=256)
         eviction = Options("fs: eviction", options.table("eviction"), ignore=())
         policy = eviction.checked("eviction_policy", "LRU", eviction_policy)
         self._eviction = Eviction(
@@ -214,24 +214,6 @@ class FsAdapter(Adapter):
 
     def lookup(self, keys: Sequence[Key]) -> builtins.list[bool]:
         return self._each(lambda at: self._lookup(keys[at]), len(keys), False, spread=False)
-
-    def touch(self, keys: Sequence[Key]) -> builtins.list[bool]:
-        """The times of the files too, so that a restart knows; no content."""
-        times = self._index.times(len(keys))
-        there = self._each(lambda at: self._touch(keys[at], times[at]), len(keys), False, spread=False)
-        good = [at for at, is_there in enumerate(there) if is_there]
-        self._index.touch([self._place(keys[at])[1] for at in good], [times[at] for at in good], read=True)
-        return there
-
-    def _touch(self, key: Key, used_ns: int) -> bool:
-        if not self._lookup(key):
-            return False
-        root, name = self._place(key)
-        try:
-            root.set_used(name, used_ns)
-        except OSError:
-            self._count("recency_not_kept")
-        return True
 
     def touch(self, keys: Sequence[Key]) -> builtins.list[bool]:
         """The times of the files too, so that a restart knows; no content."""

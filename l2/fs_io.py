@@ -24,7 +24,8 @@ from kvkeep.l2.record import HEADER_BYTES, Header, header_of, pack
 
 PAGE = 4096
 _STEP = 4 << 20
-_ONE_CALL = 8 << 20  # a payload up to this is written at once
+_CACHED_STEP = 256 << 10  # through the page cache: a piece is still in the CPU's cache when its checksum is computed
+_ONE_CALL = 8 << 20  # a payload up to this is written at once, with O_DIRECT
 _NOTHING = bytes(PAGE)
 _OPEN = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a fifo under one of our names must not block us
 
@@ -79,19 +80,20 @@ def aligned(view: memoryview) -> bool:
     return len(view) > 0 and int(np.frombuffer(view, np.uint8).__array_interface__["data"][0]) % PAGE == 0
 
 
-def write_record(io: FileIO, fd: int, item: Item) -> Header:
+def write_record(io: FileIO, fd: int, item: Item, direct: bool) -> Header:
     """The whole record or OSError; a medium that takes less than it was given answers EIO in the end.
 
     A large payload whose checksum nobody knows goes in steps, the header last: while one thread computes the checksum
     of a piece, the medium works for the others.  Nobody sees the file before it is whole."""
     payload = item.payload
-    if item.checksum or len(payload) <= _ONE_CALL:
+    step = _STEP if direct else _CACHED_STEP
+    if item.checksum or len(payload) <= (_ONE_CALL if direct else step):
         header = header_of(item)
         _write_all(io, fd, [_header_page(header), payload], 0)
         return header
     digest = xxhash.xxh3_64()
-    for at in range(0, len(payload), _STEP):
-        piece = payload[at : at + _STEP]
+    for at in range(0, len(payload), step):
+        piece = payload[at : at + step]
         digest.update(piece)
         _write_all(io, fd, [piece], PAGE + at)
     header = header_of(item._replace(checksum=digest.intdigest() or 1))
@@ -126,7 +128,7 @@ def _write_all(io: FileIO, fd: int, buffers: list[memoryview], offset: int) -> N
         buffers = _after(buffers, done)
 
 
-def read_record(io: FileIO, fd: int, into: memoryview) -> tuple[memoryview, int] | None:
+def read_record(io: FileIO, fd: int, into: memoryview, direct: bool) -> tuple[memoryview, int] | None:
     """Fills ``into``; the header, not yet verified, and the payload's checksum; None = the file is too short.
 
     In steps, so that while one thread computes the checksum of a piece, the medium works for the others."""
@@ -134,7 +136,8 @@ def read_record(io: FileIO, fd: int, into: memoryview) -> tuple[memoryview, int]
     whole = len(into) // PAGE * PAGE
     rest = len(into) - whole
     digest = xxhash.xxh3_64()
-    first, at, end = [pages.header], 0, min(whole, _STEP)
+    step = _STEP if direct else _CACHED_STEP
+    first, at, end = [pages.header], 0, min(whole, step)
     try:
         while True:
             last = end == whole
@@ -145,7 +148,7 @@ def read_record(io: FileIO, fd: int, into: memoryview) -> tuple[memoryview, int]
             digest.update(into[at:end])
             if last:
                 break
-            first, at, end = [], end, min(whole, end + _STEP)
+            first, at, end = [], end, min(whole, end + step)
         if rest:
             into[whole:] = pages.tail[:rest]
             digest.update(into[whole:])

@@ -56,7 +56,7 @@ class ObjectFiles:
 
     def _write(self, root: Root, name: bytes, item: Item, used_ns: int, draft: Draft) -> int:
         try:
-            header = write_record(self._io, draft.fd, item)
+            header = write_record(self._io, draft.fd, item, draft.direct)
             os.utime(draft.fd, ns=(used_ns, used_ns))
             if self._fsync != "none":
                 self._io.sync_data(draft.fd)
@@ -110,7 +110,7 @@ class ObjectFiles:
         try:
             about = _regular(fd)
             asked = about.st_size == file_bytes(len(into))
-            page, checksum = read_record(self._io, fd, into if asked else into[:0]) or (None, 0)
+            page, checksum = read_record(self._io, fd, into if asked else into[:0], direct) or (None, 0)
             header = None if page is None else _header(page, key, about)
             if header is None or header.serdes or header.stored_bytes != len(into):
                 return _seen(header, about)

@@ -205,13 +205,13 @@ class Root:
         folder = FOLDERS[name[0]]
         if self._unnamed:
             try:
-                return Draft(self, self._open_in(folder, folder, flags | os.O_TMPFILE, self.fd), "")
+                return Draft(self, self._open_in(folder, folder, flags | os.O_TMPFILE, self.fd), "", direct)
             except OSError as error:
                 if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR):
                     raise
                 self._unnamed = False
         temp = f"{self._id}.{next(self._temps)}"
-        return Draft(self, self._io.open(temp, flags | os.O_CREAT | os.O_EXCL, dir_fd=self._tmp_fd), temp)
+        return Draft(self, self._io.open(temp, flags | os.O_CREAT | os.O_EXCL, dir_fd=self._tmp_fd), temp, direct)
 
     def set_aside(self, name: bytes) -> str:
         """An object's file becomes a temporary: its name there; "" = it cannot be moved."""
@@ -229,7 +229,7 @@ class Root:
         except OSError:
             self.drop_temp(temp)
             return None
-        draft = Draft(self, fd, temp)
+        draft = Draft(self, fd, temp, direct)
         try:
             about = os.fstat(fd)
             # Another link to it may be somebody's backup, which must not change.
@@ -419,8 +419,8 @@ class Root:
 class Draft:
     """A file without its name: `publish` gives it the name, `close` without it leaves nothing."""
 
-    def __init__(self, root: Root, fd: int, temp: str) -> None:
-        self._root, self.fd, self.temp = root, fd, temp
+    def __init__(self, root: Root, fd: int, temp: str, direct: bool) -> None:
+        self._root, self.fd, self.temp, self.direct = root, fd, temp, direct
 
     def publish(self, name: bytes) -> None:
         self._root.link(self, name)
