@@ -176,11 +176,11 @@ class Admin:
             raise Refusal(ErrorCode.BAD_REQUEST, f"a digest of {len(request.digest)} bytes; it has 32")
         number = namespace.id if namespace is not None else -1 if request.digest else 0
         if self.l2 is None or request.l1_only:
-            self._jobs.append((identity, request_id, self._clearing(number)))
+            self._jobs.append((identity, request_id, self._clearing(number, namespace)))
             return None
 
         def drop() -> Iterator[int]:
-            for dropped, left in self._dropping(number):
+            for dropped, left in self._dropping(number, namespace):
                 removal.in_use += left
                 yield dropped
 
@@ -189,31 +189,37 @@ class Admin:
         removal = self.l2.forget.begin(digest, shards, None, drop(), self._answer(identity, request_id))
         return None
 
-    def _clearing(self, namespace: int) -> Iterator[m.AnyReply | None]:
+    def _clearing(self, number: int, namespace: Namespace | None) -> Iterator[m.AnyReply | None]:
         dropped = 0
-        for piece, _ in self._dropping(namespace):
+        for piece, _ in self._dropping(number, namespace):
             dropped += piece
             yield None
         yield m.Ok(self.engine.epoch, dropped)
 
-    def _dropping(self, namespace: int) -> Iterator[tuple[int, int]]:
-        """Drop what nobody uses, a piece at a time: (dropped, in use and still there).  0 = of all namespaces."""
+    def _dropping(self, number: int, namespace: Namespace | None) -> Iterator[tuple[int, int]]:
+        """Drop what nobody uses, a piece at a time: (dropped, in use and still there).  0 = of all namespaces.
+
+        This may begin late, and be interrupted: it ends when the number is another namespace's."""
         arena = self.engine.arena
-        for at in range(0, arena.table.capacity if namespace >= 0 else 0, SCAN_STEP):
+        for at in range(0, arena.table.capacity if number >= 0 else 0, SCAN_STEP):
+            if number and arena.namespaces.get(number) is not namespace:
+                return
             part = slice(at, at + SCAN_STEP)
             mine = arena.table.state[part] == State.SEALED
-            if namespace:
-                mine &= arena.table.namespace[part] == namespace
+            if number:
+                mine &= arena.table.namespace[part] == number
             entries = at + np.flatnonzero(mine)
             # Tails first also here: a reader in between must not find a tail without its head.  Within this part only.
             entries = entries[np.argsort(arena.table.recency[entries])]
+            generations = arena.table.generation[entries]
             for cut in range(0, len(entries), CLEAR_STEP):
                 piece = entries[cut : cut + CLEAR_STEP]
+                piece = piece[arena.table.generation[piece] == generations[cut : cut + CLEAR_STEP]]
                 of = arena.table.namespace[piece].copy()
                 dropped = arena.drop(piece)
                 left = 0
                 if self.l2 is not None:
-                    left = sum(self._keep_from_l2(piece[of == number], int(number)) for number in np.unique(of))
+                    left = sum(self._keep_from_l2(piece[of == space], int(space)) for space in np.unique(of))
                 yield dropped, left
 
     def manage(self, session: Session, request: m.Manage, identity: bytes, request_id: bytes) -> m.AnyReply | None:

@@ -9,7 +9,11 @@
 
 A removal is a clear (of a namespace, or of everything) or a delete (of some chunks).  Its answer is given when all is
 gone, or after ANSWER_S, or when the adapters that are left are away; it says what is still to be done.  That stays
-banned and is done as soon as it can be, by a later daemon if need be: the ledger in the run directory has it.
+banned and is done as soon as it can be, by a later daemon if need be: the ledger in the run directory has it.  An
+answer that leaves something to the ledger waits for it to be written, for ANSWER_S too.
+
+What a removal that was answered still has to do on an adapter, and another removal has to do there as well, is left to
+that one: who clears again and again while an adapter is away leaves one removal behind.
 
 An adapter gets one step at a time, behind all loads and stores (see l2/mover.py), so a large medium takes its time.
 """
@@ -81,6 +85,20 @@ class Removal:
     def over(self) -> bool:
         return self.l1_over and all(share.done for share in self.shares.values())
 
+    @property
+    def answered(self) -> bool:
+        """Nobody waits for it, and L1 is through with it."""
+        return self.l1_over and self.answer is None
+
+    def covers(self, other: Removal) -> bool:
+        """What the other one removes is gone when this one is done."""
+        if self.namespace not in (EVERYTHING, other.namespace):
+            return False
+        return self.keys is None or (other.keys is not None and other.keys <= self.keys)
+
+    def is_left(self, index: int) -> bool:
+        return index in self.shares and not self.shares[index].done
+
 
 class Forget:
     """``media``: per mover the names of its media (media.py).  ``doom`` ends loads of what is to go, ``resume`` lets an
@@ -110,6 +128,7 @@ class Forget:
                 removal = self._made(namespace, shards, hashes, [mover])
                 removal.l1_over = True
         known = {medium for media in self._media for medium in media}
+        self._merge()
         self._strangers = {medium: entries for medium, entries in loaded.items() if medium not in known}
         for reason in self.strangers():
             log.warning("%s", reason)
@@ -152,13 +171,16 @@ class Forget:
     def step(self, now: float) -> bool:
         """One bounded piece.  True = there is more to do at once."""
         busy = False
-        for removal in list(self._removals):
+        told = False
+        for removal in self._removals:
             if not removal.l1_over:
                 busy |= self._step_l1(removal, now)
             if removal.answer is not None and self._may_answer(removal, now):
                 self._tell(removal)
-            if removal.over and removal.answer is None:
-                self._removals.remove(removal)
+                told = True
+        if told:
+            self._merge()
+        self._removals = [removal for removal in self._removals if not (removal.answered and removal.over)]
         for mover in self._movers:
             if mover.available:
                 self._step_l2(mover, now)
@@ -215,10 +237,12 @@ class Forget:
         return False
 
     def _may_answer(self, removal: Removal, now: float) -> bool:
-        if not removal.l1_over or self._ledger.saved < removal.saved_as:
+        if not removal.l1_over:
             return False
         left = [index for index, share in removal.shares.items() if not share.done]
         waits = [i for i in left if self._movers[i].coming and not removal.shares[i].trouble]
+        if left and self._ledger.saved < removal.saved_as:
+            waits = left
         return not waits or now >= removal.began + ANSWER_S
 
     def _tell(self, removal: Removal) -> None:
@@ -232,9 +256,24 @@ class Forget:
         answer, removal.answer = removal.answer, None
         assert answer is not None
         report: dict[str, Any] = {"in_use": removal.in_use, "l2": rows}
-        if self._ledger.problem and any(row["state"] != "removed" for row in rows):
-            report["problem"] = f"{self._ledger.problem}: a restart of the daemon forgets what is still to be removed"
+        problem = self._ledger.problem
+        if self._ledger.saved < removal.saved_as:
+            problem = f"{self._ledger.path} is not written after {ANSWER_S:g} s, its disk hangs"
+        if problem and any(row["state"] != "removed" for row in rows):
+            report["problem"] = f"{problem}: a restart of the daemon forgets what is still to be removed"
         answer(removal.dropped, report)
+
+    def _merge(self) -> None:
+        merged = False
+        for one in [removal for removal in self._removals if removal.answered]:
+            for index, share in list(one.shares.items()):
+                others = (other for other in self._removals if other is not one and other.is_left(index))
+                if not share.done and not share.busy and any(other.covers(one) for other in others):
+                    del one.shares[index]
+                    self._movers[index].bans.remove(one.namespace, one.keys)
+                    merged = True
+        if merged:
+            self._save(None)
 
     # ---- L2 ----------------------------------------------------------------------------------------------------------
 

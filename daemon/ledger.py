@@ -1,7 +1,8 @@
 """What is still to be removed from L2, on disk: so that a restart of the daemon does not bring it back.
 
-One small file in the run directory, replaced as a whole.  A thread writes it, because the control loop does no disk
-I/O; who needs to know waits until `saved` has come up to the number that `save` gave.
+One small file in the run directory, replaced as a whole; what counts as saved survives a power cut.  A thread writes
+it, because the control loop does no disk I/O; who needs to know waits until `saved` has come up to the number that
+`save` gave, but not for ever: the disk may hang.
 
     {"version": 1, "media": {medium: [[namespace, shards, packed chunk hashes or nil], …]}}     msgpack, see media.py
 """
@@ -78,6 +79,7 @@ class Ledger:
         if not data:
             if os.path.lexists(self.path):
                 os.unlink(self.path)
+                self._sync_name()
             return
         temp = self.path + ".new"
         fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -90,3 +92,11 @@ class Ledger:
         finally:
             os.close(fd)
         os.replace(temp, self.path)
+        self._sync_name()
+
+    def _sync_name(self) -> None:
+        fd = os.open(os.path.dirname(self.path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
