@@ -192,11 +192,16 @@ class CapacityIndex:
             self._storing[name] = 0
             return True
 
-    def reserve(self, name: bytes, size: int, namespace: bytes = b"", spare: int = 0) -> int:
+    def expect(self, name: bytes, size: int, namespace: bytes) -> None:
+        """So many bytes are being stored: they count for their tenant already, so `excess` may be true now."""
+        if self.tenants is None or namespace == CATALOGUE:
+            return
+        with self._lock:
+            self._expect(name, self.tenants.of(namespace), size)
+
+    def reserve(self, name: bytes, size: int, spare: int = 0) -> int:
         """0 = reserved for a name being stored, in the place of ``spare`` bytes; otherwise so many must go first."""
         with self._lock:
-            if self.tenants is not None and namespace != CATALOGUE:
-                self._expect(name, self.tenants.of(namespace), size)
             over = self._used + self._reserved + self._spare - spare + size - self.limit
             if over > 0:
                 return over
@@ -419,6 +424,8 @@ class CapacityIndex:
             reserved = sum(self._storing.values())
             if total != self._used or reserved != self._reserved:
                 raise AssertionError(f"used {self._used} of {total}, reserved {self._reserved} of {reserved} bytes")
+            if self._spare < 0:
+                raise AssertionError(f"spares have {self._spare} bytes")
             if len(slots) + len(self._free) != self._slots_used:
                 raise AssertionError(f"{len(slots)} names and {len(self._free)} free are not {self._slots_used} slots")
             names = [*self._slots.items(), *self._leaving.items()]

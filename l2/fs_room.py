@@ -97,13 +97,11 @@ class Room:
                 time.sleep(0.001)  # another thread is making room
 
     def _reserved(self, name: bytes, size: int, namespace: bytes, spare: Spare | None) -> int:
-        """0, or so many bytes are missing."""
-        instead = 0 if spare is None else spare.size
-        over = self.index.reserve(name, size, namespace, instead)
+        """0, or so many bytes are missing.  The spare's bytes are given up once, so this reserves once."""
+        self.index.expect(name, size, namespace)
         if self.index.excess():
             self.evict_excess()
-            over = self.index.reserve(name, size, namespace, instead)
-        return over
+        return self.index.reserve(name, size, 0 if spare is None else spare.size)
 
     def evict_excess(self) -> None:
         """What tenants have above their quotas goes, but for what is being read."""

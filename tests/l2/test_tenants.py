@@ -26,6 +26,7 @@ from kvkeep.l2.tenants import TenantOrder, Tenants
 from kvkeep.shm.recency import Clock
 from tests.l2.conformance import MIB, AdapterConformance, Medium, get, key, put
 from tests.l2.test_fs import FsMedium, file_of
+from tests.l2.test_fs_media import du
 from tests.l2.test_maintenance import steps
 from tests.l2.test_raw_block import RawFile
 
@@ -219,6 +220,17 @@ def test_when_the_medium_is_full_nobody_within_his_quota_pays_for_one_above(open
         if step % 40 == 39:
             adapter = opened(kind, quotas, mib=32, trigger_watermark=1.0, knows=False)
     assert went["."] or went["/"] or went["b"], "who has no quota gave way too"
+
+
+def test_files_that_are_used_again_are_counted_once(opened: Open, tmp_path: Path) -> None:
+    """The room of a file that comes above its tenant's quota is made by one of his own, which is written over."""
+    adapter = opened("fs", {"chat": 4 * MIB}, mib=16, eviction_ratio=0.2)
+    for number in range(100):
+        assert put(adapter, of("chat", number), of("scan", number)) == [Outcome.OK] * 2
+    assert adapter.counters["reused"] > 20
+    adapter.close()
+    check(adapter)
+    assert adapter.usage().bytes_used == du(tmp_path / "fs") <= 16 * MIB
 
 
 @KINDS
