@@ -15,6 +15,8 @@ MIN_WHOLE, MAX_WHOLE = -(2**63), 2**63 - 1  # what a message can carry
 
 def whole(what: str, value: SupportsIndex, least: int = MIN_WHOLE, most: int = MAX_WHOLE) -> int:
     """An int, or what numpy has for one."""
+    if type(value) is int and least <= value <= most:
+        return value  # each call asks several times
     try:
         number = operator.index(value)
     except TypeError:
@@ -27,6 +29,8 @@ def whole(what: str, value: SupportsIndex, least: int = MIN_WHOLE, most: int = M
 
 def seconds(what: str, value: SupportsFloat) -> float:
     """How long something may take: negative is 0, infinite is as long as it ever may."""
+    if type(value) is float and value >= 0:
+        return value
     try:
         number = float(value)
     except (TypeError, ValueError):

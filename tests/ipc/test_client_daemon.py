@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from kvkeep.ipc.client import Client, Namespace
 from tests.conftest import Daemon
@@ -209,3 +211,45 @@ time.sleep(600)
             parent.wait()
             eventually(lambda: "parent" not in names())
             parent.stdin.close()  # the child ends
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # some come in finalizers
+def test_signals_at_random_moments_spoil_nothing_and_leave_nothing(daemon: Daemon, seed: int) -> None:
+    """Ctrl-C in large stores and loads, real signals: what was given back is not written to, and all is given back."""
+    rng, size, interrupts = random.Random(seed), 16 << 20, 0
+    mine, theirs = content(1, size), content(2, size)
+    target = np.zeros((1, size), np.uint8)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def one_round(number: int) -> None:
+        with kv.lookup(ns, hashes(1, salt=number)) as found:
+            if kv.retrieve(found, target[: found.ready]) == [True]:
+                assert (target[0] == mine).all()
+        kv.store(ns, hashes(1, salt=number), [mine])
+
+    with attach(daemon) as kv, attach(daemon) as other:
+        ns = kv.register({"model": "m"}, shard_bytes=size)
+        there = other.register({"model": "m"}, shard_bytes=size)
+        handler = signal.signal(signal.SIGALRM, interrupt)
+        try:
+            for i in range(80):
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, 0.015))
+                    one_round(i // 2)
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                except KeyboardInterrupt:
+                    interrupts += 1
+                    if other.store(there, hashes(1, salt=1000 + i), [theirs]).stored:  # where the first was, perhaps
+                        time.sleep(0.005)
+                        with other.lookup(there, hashes(1, salt=1000 + i)) as found:
+                            assert other.retrieve(found, target[: found.ready]) in ([True], [])
+                            assert not found.ready or (target[0] == theirs).all()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, handler)
+        assert interrupts
+        eventually(lambda: held(other) == (0, 0))
+        assert other.check()["ok"]
+        eventually(lambda: kv.attached)
