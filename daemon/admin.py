@@ -39,7 +39,7 @@ COUNTERS = (
     *("lookups", "lookup_chunks", "lookup_chunks_hit", "retrieves", "retrieve_chunks", "retrieve_bytes"),
     *("stores", "store_chunks", "stores_refused_full", "commits", "commit_bytes"),
     *("entries_evicted", "bytes_evicted", "entries_given_up", "entries_incomplete", "entries_deleted"),
-    *("attaches", "detaches", "attach_refused", "requests", "malformed"),
+    *("attaches", "detaches", "attach_refused", "requests", "malformed", "rpc_connections_cut"),
     *("l2_chunks_stored", "l2_store_failures", "l2_stores_shed", "l2_stores_too_late"),
     *("l2_chunks_loaded", "l2_load_failures", "l2_loads_refused_full"),
     *("l2_prefetches", "l2_prefetches_expired", "entries_passed", "l2_stores_not_wanted"),

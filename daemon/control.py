@@ -25,6 +25,7 @@ import zmq
 from kvkeep.daemon.admin import Admin
 from kvkeep.daemon.config import Config
 from kvkeep.daemon.engine import Engine
+from kvkeep.daemon.memory import ENTRY_BYTES, HANDLE_BYTES, MemoryGuard
 from kvkeep.daemon.sdnotify import Notifier
 from kvkeep.daemon.sessions import Session
 from kvkeep.ipc import descriptors
@@ -99,6 +100,12 @@ class Control:
             max_connections=config.max_clients,
         )
         self.reserver = Reserver(segments.data_fd, geometry.data_bytes, prepare=_preparation(config, segments))
+        self.memory = MemoryGuard(
+            explained=self._explained_memory,
+            note_busy=lambda: self.rpc.note_busy(),
+            cut=self._cut,
+            counters=self.engine.counters,
+        )
         self.notifier = Notifier()
         self.stopping = False
         self._poller = zmq.Poller()
@@ -162,6 +169,7 @@ class Control:
             self.admin.pins.next_end(),
             self.listener.next_deadline(),
             self.rpc.next_deadline(),
+            self.memory.next_look(),
             self.arena.resting.next_end(),
             self.arena.incomplete.next_end(),
             self._next_ghosts if self.leases.ghosts else None,
@@ -175,6 +183,7 @@ class Control:
         self.admin.pins.end(now)
         self.listener.expire(now)
         self.rpc.expire(now)
+        self._look_at_memory(now)
         self.arena.resting.end_quarantine(self.arena.now)
         self.arena.incomplete.end(self.arena.now)
         self.engine.waiting.wake()
@@ -301,6 +310,28 @@ class Control:
         self.rpc.send(identity, request_id, reply)  # type: ignore[arg-type]
 
     # ---- memory ------------------------------------------------------------------------------------------------------
+
+    def _explained_memory(self) -> int:
+        handles = len(self.engine.lookups) + len(self.engine.stores)
+        return self.arena.table.ever_used * ENTRY_BYTES + handles * HANDLE_BYTES
+
+    def _cut(self, only_busy: bool) -> int:
+        """RPC connections, and have the clients behind them attach again: requests and replies were lost."""
+        pids = self.rpc.cut(only_busy=only_busy)
+        for session in self._by_lease.values():
+            if session.credentials.pid in pids:
+                self.listener.hang_up(session.lease_id)
+        return len(pids)
+
+    def _look_at_memory(self, now: float) -> None:
+        before = self.memory.reason
+        self.memory.look(now)
+        if self.memory.reason != before:
+            self.changed()
+            if self.memory.reason:
+                self.admin.reasons["rpc"] = self.memory.reason
+            else:
+                del self.admin.reasons["rpc"]
 
     def _adopt(self) -> None:
         began = time.monotonic()

@@ -148,6 +148,14 @@ class AttachListener:
             late = f"no Hello within {self._handshake_s:g} s of connecting; connect again and send it at once"
             self._refuse(self._connections[fd], Refused("bad_request", late))
 
+    def hang_up(self, lease_id: int) -> None:
+        """The client sees the end of its connection, as if the daemon had gone: its calls end at once, it finishes its
+        copies, closes its side, and attaches again.  Until it has closed, the lease is what it was."""
+        fd = self._leases.get(lease_id)
+        if fd is not None:
+            with contextlib.suppress(OSError):  # it has closed already
+                self._connections[fd].sock.shutdown(socket.SHUT_WR)
+
     def drop(self, lease_id: int) -> None:
         """End an admitted connection from our side; `closed` is called as for any other end."""
         fd = self._leases.get(lease_id)
@@ -254,7 +262,7 @@ class AttachListener:
 
     def _decide(self, connection: _Connection, hello: Hello, version: int) -> None:
         try:
-            answer = self._admit(hello, _credentials(connection.sock))
+            answer = self._admit(hello, credentials_of(connection.sock))
         except Exception:  # our bug must not cost the other clients their daemon
             log.exception("admitting a client failed")
             self._refuse(connection, Refused("internal", "the daemon failed to admit this client; see its log"))
@@ -320,7 +328,7 @@ def _bind(path: str, mode: int, gid: int | None) -> socket.socket:
     return sock
 
 
-def _credentials(sock: socket.socket) -> Credentials:
+def credentials_of(sock: socket.socket) -> Credentials:
     return Credentials(*_UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)))
 
 

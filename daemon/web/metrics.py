@@ -19,6 +19,7 @@ COUNTERS = {
     "detaches": "Clients whose connection ended",
     "requests": "Requests answered, errors included",
     "malformed": "Messages that were no request",
+    "rpc_connections_cut": "RPC connections ended because requests without an end or unread replies filled the memory",
     "lookups": "LOOKUP requests",
     "lookup_chunks": "Chunks asked for in LOOKUP requests",
     "lookup_chunks_hit": "Chunks found in LOOKUP requests",

@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -291,7 +292,75 @@ def test_a_reader_that_never_reads_costs_bounded_memory_and_nobody_waits_for_it(
         print(f"four readers that never read: {grown:.1f} MiB")
         for peer in peers:
             peer.close()
-        assert grown < 512
+        assert grown < GROWTH_MIB
+
+
+def endless_sender(link: Connection, rpc_path: str) -> None:
+    """One message that never ends: says how many MiB it could send."""
+    frame = b"\x03" + MIB.to_bytes(8, "big") + bytes(MIB)
+    with zmtp_peer(Path(rpc_path)) as peer:
+        peer.settimeout(20)
+        sent = 0
+        with contextlib.suppress(ConnectionError):
+            while sent < 4000:
+                peer.sendall(frame)
+                sent += 1
+    link.send(sent)
+
+
+def test_a_request_without_an_end_costs_its_sender_the_connection_before_it_fills_the_memory(daemon: Daemon) -> None:
+    """libzmq keeps every frame until the last one has come."""
+    with Client.attach(daemon.run_dir, name="idle") as kv:
+        time.sleep(0.3)
+        before = peak = own_memory(daemon)
+        attacker = Worker(endless_sender, str(daemon.run_dir / "rpc.sock"))
+        while not attacker.link.poll(0.01):
+            peak = max(peak, own_memory(daemon))
+        sent = attacker.expect()
+        attacker.end()
+        print(f"{sent} MiB sent, control grew by {(peak - before) / MIB:.0f} MiB")
+        assert sent < 4000
+        assert (peak - before) / MIB < 2000
+        eventually(lambda: own_memory(daemon) - before < GROWTH_MIB * MIB)
+        eventually(lambda: kv.stats()["health"] == "degraded")
+        stats = kv.stats()
+        assert "RPC connections were cut" in stats["reasons"][0]
+        assert stats["counters"]["rpc_connections_cut"] > 0
+        assert kv.counters["attaches"] == 1, "who did nothing is not bothered"
+    assert surprises(daemon) == []
+
+
+def test_a_client_whose_connections_are_cut_attaches_again_and_its_calls_come_through_or_miss(daemon: Daemon) -> None:
+    """It is in the process of the attacker.  What it had asked for, and never heard of, does not stay its own."""
+    with Client.attach(daemon.run_dir, name="of the attacker", deadline_s=20) as kv, Raw(daemon.run_dir) as raw:
+        ns = kv.register(MANIFEST, shard_bytes=SIZE)
+        packed = chain("cut", 20)
+        assert kv.store(ns, packed, contents(packed, SIZE)).stored == 20
+        held, writing = kv.lookup(ns, packed), kv.reserve(ns, chain("never committed", 3))
+        assert (held.ready, len(writing)) == (20, 3)
+        bulk = chain("bulk", 4000)
+        namespace = raw.register()
+        stored = raw.call(m.Store, namespace, 0, bulk, 0)
+        raw.call(m.Commit, stored.handle, b"\x01" * 4000, b"")
+        handle = raw.call(m.Lookup, namespace, bulk, 1, 0).handle
+        body = zmtp_frames(bytes(8), m.encode(m.Retrieve(raw.lease, raw.epoch, handle, 0, 0, 4000)))
+        peers = [zmtp_peer(daemon.run_dir / "rpc.sock") for _ in range(30)]
+        for peer in peers:  # each asks for 14 MB and reads nothing
+            peer.sendall(body * 150)
+        until = time.monotonic() + 60
+        while kv.counters["attaches"] == 1:
+            assert time.monotonic() < until
+            with kv.lookup(ns, packed) as found:
+                assert read(kv, ns, packed, found) in ((20, []), (0, []))
+        for peer in peers:
+            peer.close()
+        raw.close()
+        eventually(lambda: kv.lookup(ns, packed, readers=0).ready == 20)
+        held.release()
+        writing.abort()
+        eventually(lambda: (kv.stats()["l1"]["references"], kv.stats()["l1"]["reserved_bytes"]) == (0, 0))
+        assert kv.check() == {"ok": True, "problem": ""}
+    assert surprises(daemon) == []
 
 
 def test_a_message_over_the_limit_costs_its_sender_the_connection_and_nobody_else_anything(daemon: Daemon) -> None:
