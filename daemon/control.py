@@ -25,7 +25,7 @@ import zmq
 from kvkeep.daemon.admin import Admin
 from kvkeep.daemon.config import Config
 from kvkeep.daemon.engine import Engine
-from kvkeep.daemon.memory import ENTRY_BYTES, HANDLE_BYTES, MemoryGuard
+from kvkeep.daemon.memory import CONNECTION_BYTES, ENTRY_BYTES, HANDLE_BYTES, MemoryGuard
 from kvkeep.daemon.sdnotify import Notifier
 from kvkeep.daemon.sessions import Session
 from kvkeep.ipc import descriptors
@@ -313,7 +313,8 @@ class Control:
 
     def _explained_memory(self) -> int:
         handles = len(self.engine.lookups) + len(self.engine.stores)
-        return self.arena.table.ever_used * ENTRY_BYTES + handles * HANDLE_BYTES
+        connections = self.rpc.connections + len(self.listener)
+        return self.arena.table.ever_used * ENTRY_BYTES + handles * HANDLE_BYTES + connections * CONNECTION_BYTES
 
     def _cut(self, only_busy: bool) -> int:
         """RPC connections, and have the clients behind them attach again: requests and replies were lost."""

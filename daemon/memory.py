@@ -2,7 +2,7 @@
 
 libzmq bounds neither the bytes of a message whose end has not come nor those of replies that a peer does not read (see
 ipc/server.py), and shows neither.  What can be seen is how much memory the process has that is no file and no shared
-memory: some at the start, so much for each entry and each handle, and the rest, which should not grow.
+memory: some at the start, so much for each entry, handle and connection, and the rest, which should not grow.
 
     within ROOM_BYTES ──grown beyond, also after malloc gave back what it could──► BUSY_LOOKS at who is busy ◄───┐
         ▲                                                                              ▼                         │
@@ -29,6 +29,7 @@ from kvkeep.shm.layout import PAGE
 ROOM_BYTES = 128 << 20  # requests and replies that are on their way, and what the books leave out
 ENTRY_BYTES = 128  # index, order and states of a chunk
 HANDLE_BYTES = 2048  # of a lookup or a store
+CONNECTION_BYTES = 32 << 10  # of libzmq, with empty queues
 LOOK_S = 0.25
 GROWING_BYTES = 8 << 20  # since the last look, then the next one is
 LOOK_SOON_S = 0.05

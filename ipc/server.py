@@ -99,6 +99,10 @@ class RpcServer:
             self._move(self._path, self._path + CLOSED)  # an unbind would end the connections that there are
             self._closed_until = time.monotonic() + PAUSE_S
 
+    @property
+    def connections(self) -> int:
+        return len(self._connections)
+
     def _note_connections(self) -> None:
         with contextlib.suppress(zmq.Again):
             while True:
