@@ -36,7 +36,7 @@ MAX_DEADLINE_S = 3600.0  # whatever a caller says
 FAST_WAIT_MS = 5  # longer waits go through a poller that also sees the attachment end
 TURN_S = 0.02  # of one of several that wait in a channel
 
-INTERRUPTED = "a signal handler interrupted a call"
+INTERRUPTED = "a call was interrupted"
 
 Sink = Callable[[AnyReply], bool]  # True = this was the last reply for it; called under the channel's lock
 
@@ -60,15 +60,14 @@ class Attachment:
         self.hung = False  # the breaker: a deadline expired, and no answer has come since
         self.doubted = False  # a deadline expired that was too short to tell; a ping will
         self.down_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # readable from the end on
-
         self._pid = os.getpid()
 
     def end(self, why: str) -> None:
         """The first reason counts.  Takes no lock, wakes all who wait; in a fork only the fork forgets it."""
         if self.alive:
             self.alive, self.why = False, why
-            if os.getpid() == self._pid:
-                os.eventfd_write(self.down_fd, 1)
+        if os.getpid() == self._pid:
+            os.eventfd_write(self.down_fd, 1)  # each time: a signal may have interrupted the first
 
     def exchange(self) -> Exchange:
         return Exchange(self)
@@ -93,7 +92,7 @@ class Exchange:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
-            self._attachment.end(INTERRUPTED)
+            self._attachment.end(f"{INTERRUPTED} ({kind.__name__})")
 
 
 class Answer(NamedTuple):

@@ -591,3 +591,12 @@ def test_what_comes_late_for_a_thread_that_ended_is_given_back_before_its_channe
     kv._session._local = threading.local()
     kv.ping()
     eventually(lambda: len(kv._session._channels) <= 2)
+
+
+def test_a_lookup_that_was_begun_and_dropped_is_given_back_without_another_call(
+    kv: Client, ns: Namespace, fake: FakeDaemon
+) -> None:
+    stored(kv, ns, 1)
+    kv.begin_lookup(ns, hashes(1))
+    eventually(lambda: fake.count(m.Release) == 1)
+    assert fake.lookups == {}
