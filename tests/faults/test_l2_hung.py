@@ -38,7 +38,7 @@ def test_a_hung_mover_delays_nobody_and_nothing_piles_up(make_daemon: Make, tmp_
         assert pressure.rounds > rounds, "the other client works on"
         pressure.end()
         assert memory_of(daemon) - before < 16 * MIB
-        eventually(lambda: row(kv)["jobs"] == row(kv)["bytes_queued"] == 0, 60)
+        eventually(lambda: row(kv)["jobs"] == row(kv)["bytes_queued"] == 0 and row(kv)["breaker"] == "closed", 60)
         assert read(kv, ns, chain(500, LENGTH), size=SIZE) == LENGTH, "L2 works again"
         at_rest(kv)
 
