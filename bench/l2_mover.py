@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from kvkeep.bench.common import BenchError
-from kvkeep.daemon.movers import Mover, Phase
 from kvkeep.daemon.loads import GET_BYTES, GET_CHUNKS
+from kvkeep.daemon.movers import Mover, Phase
 from kvkeep.daemon.store_controller import PUTS
 from kvkeep.l2 import jobs as j
 from kvkeep.l2.jobs import Code
