@@ -225,10 +225,6 @@ class RawBlockAdapter(Adapter):
             room.journal.anchor()
         engine.sync()
 
-    def use_arena(self, arena: memoryview) -> bool:
-        """Most payloads will lie in here, and it stays mapped.  Call before the worker threads start."""
-        return self._parts is not None and self._parts[0].use_arena(arena)
-
     @contextmanager
     def _use(self) -> Iterator[tuple[Room, Store] | None]:
         with self._state:

@@ -141,10 +141,6 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None: ...
 
-    def use_arena(self, arena: memoryview) -> bool:
-        """Most transfers will be in this memory, which stays mapped.  True = that helps this engine."""
-        return False
-
 
 class _Iovec(ctypes.Structure):
     _fields_ = [("base", ctypes.c_void_p), ("length", ctypes.c_size_t)]

@@ -1,8 +1,7 @@
 """io_uring by ctypes: the engine for media that like depth.
 
 One ring per calling thread, so there is no lock, and where the kernel knows it, completions are posted only inside our
-own `io_uring_enter` (DEFER_TASKRUN, 6.1).  The file is registered; so is the arena, if the mover told us (`use_arena`)
-and the limit on locked memory allows it.  Reads and writes are in flight only during `run`.
+own `io_uring_enter` (DEFER_TASKRUN, 6.1).  The file is registered.  Reads and writes are in flight only during `run`.
 
 A process that is killed holds its file, and so the medium's lock, until the kernel has ended what was in flight: the
 next owner never meets a write of the one before.
@@ -31,25 +30,22 @@ from kvkeep.l2.raw_io import (
     Part,
     Progress,
     Transfer,
-    address_of,
     advance,
     cut,
 )
 
 _SETUP, _ENTER, _REGISTER = 425, 426, 427  # the same on every architecture
-_REGISTER_BUFFERS, _REGISTER_FILES = 0, 2
+_REGISTER_FILES = 2
 _CLAMP, _SINGLE_ISSUER, _DEFER_TASKRUN = 1 << 4, 1 << 12, 1 << 13
 _SINGLE_MMAP = 1
 _GETEVENTS = 1
 _FIXED_FILE = 1
-_READV, _WRITEV, _READ_FIXED, _WRITE_FIXED, _READ, _WRITE = 1, 2, 4, 5, 22, 23
+_READV, _WRITEV, _READ, _WRITE = 1, 2, 22, 23
 _SQES_AT = 0x10000000
 _PARAMS = struct.Struct("<7I12x10I10I")  # both offset tables end in a u64 that we do not use
 _SQE = struct.Struct("<BBHiQQIIQHHiQQ")
 _CQE = struct.Struct("<QiI")
 _IOVEC = struct.Struct("<QQ")
-_BUFFER_LIMIT = 1 << 30  # the kernel's, per registered buffer
-_MOST_REGISTERED = 16 << 30
 _AGAIN = (errno.EAGAIN, errno.EINTR)
 _DONE = object()
 
@@ -67,7 +63,7 @@ def _call(number: int, *arguments: int) -> int:
 class Ring:
     """Used by the thread that made it.  OSError where the kernel or a filter refuses io_uring."""
 
-    def __init__(self, fd: int, depth: int, arena: tuple[int, int] | None) -> None:
+    def __init__(self, fd: int, depth: int) -> None:
         params = ctypes.create_string_buffer(120)
         for flags in (_CLAMP | _SINGLE_ISSUER | _DEFER_TASKRUN, _CLAMP):
             _PARAMS.pack_into(params, 0, 0, 0, flags, *[0] * 24)
@@ -96,18 +92,6 @@ class Ring:
         self._vectors = Memory(self.depth * MAX_PIECES * _IOVEC.size)
         self._fixed_file = self._register(_REGISTER_FILES, struct.pack("<i", fd), 1)
         self._file = 0 if self._fixed_file else fd
-        self._arena = (0, 0)
-        if arena is not None and arena[1] <= _MOST_REGISTERED:
-            start, length = arena
-            starts = range(start, start + length, _BUFFER_LIMIT)
-            table = b"".join(_IOVEC.pack(at, min(_BUFFER_LIMIT, start + length - at)) for at in starts)
-            if self._register(_REGISTER_BUFFERS, table, len(starts)):
-                self._arena = arena
-
-    @property
-    def registered(self) -> tuple[bool, bool]:
-        """File, arena."""
-        return self._fixed_file, self._arena[1] > 0
 
     def _register(self, what: int, table: bytes, count: int) -> bool:
         memory = ctypes.create_string_buffer(table, len(table))
@@ -123,7 +107,6 @@ class Ring:
 
     def _prepare(self, at: int, slot: int, write: bool, part: Part) -> None:
         """Fill submission entry ``at``; ``slot`` names the request while it is in flight."""
-        buffer = 0
         address, length = part.pieces[0]
         if len(part.pieces) > 1:
             code = _WRITEV if write else _READV
@@ -133,17 +116,10 @@ class Ring:
             address, length = self._vectors.address + base, len(part.pieces)
         else:
             code = _WRITE if write else _READ
-            start, size = self._arena
-            if size and start <= address and address + length <= start + size:
-                buffer, last = (address - start) // _BUFFER_LIMIT, (address + length - 1 - start) // _BUFFER_LIMIT
-                if buffer == last:
-                    code = _WRITE_FIXED if write else _READ_FIXED
-                else:
-                    buffer = 0
         flags = _FIXED_FILE if self._fixed_file else 0
         _SQE.pack_into(
             self._sqes, at * _SQE.size, code, flags, 0, self._file, part.offset, address, length,
-            0, slot, buffer, 0, 0, 0, 0,
+            0, slot, 0, 0, 0, 0, 0,
         )  # fmt: skip
 
     def run(
@@ -227,8 +203,6 @@ class Uring(Engine):
     def __init__(self, fd: int, queue_depth: int) -> None:
         self._fd, self._depth = fd, queue_depth
         self._flusher = Flusher(fd)
-        self._arena: tuple[int, int] | None = None
-        self._arena_view: memoryview | None = None
         self._local = threading.local()
         self._rings: weakref.WeakSet[Ring] = weakref.WeakSet()
         self._lock = threading.Lock()
@@ -237,17 +211,11 @@ class Uring(Engine):
     def _ring(self) -> Ring:
         ring: Ring | None = getattr(self._local, "ring", None)
         if ring is None:
-            ring = Ring(self._fd, self._depth, self._arena)
+            ring = Ring(self._fd, self._depth)
             self._local.ring = ring
             with self._lock:
                 self._rings.add(ring)
         return ring
-
-    def use_arena(self, arena: memoryview) -> bool:
-        """For rings made from now on; the calling thread's is made anew."""
-        self._arena, self._arena_view = (address_of(arena), len(arena)), arena
-        self._forget()
-        return self._ring().registered[1]
 
     def _forget(self) -> None:
         """The calling thread's ring; its next call makes a new one."""
