@@ -129,11 +129,14 @@ class Figures:
             self.adapter = answer.counters
 
     def ended(self, job: j.AnyJob, codes: Sequence[int]) -> None:
-        """A job is over, with one code per chunk.  That somebody else is at a chunk just now is no failure."""
-        if not isinstance(job, j.Find | j.Touch | j.Measure | j.Probe | j.Manage):
-            for code in codes:
-                if code not in (Code.OK, Code.BUSY):
-                    self.failures[Code(code).name.lower()] += 1
+        """A job is over, with one code per chunk.  That somebody else is at a chunk just now is no failure; nor is it
+        one of the medium that it does not have what was asked for, or was asked too late."""
+        if isinstance(job, j.Measure | j.Probe | j.Manage):
+            return
+        asking = isinstance(job, j.Find | j.Touch)
+        for code in codes:
+            if (code in j.FAULTS) if asking else (code not in (Code.OK, Code.BUSY)):
+                self.failures[Code(code).name.lower()] += 1
 
     def row(self) -> dict[str, Any]:
         """For the status document."""

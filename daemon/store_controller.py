@@ -153,7 +153,8 @@ class StoreController:
         """This adapter serves (again): what it does not have is in the table."""
         feed = self._feeds[mover.index]
         feed.scan_wanted, feed.scan_at, feed.next_scan = True, -1, 0.0
-        feed.was_emptied = mover.figures.usage.objects == 0
+        usage = mover.figures.usage
+        feed.was_emptied = usage.objects <= usage.manifests
 
     def resume(self, mover: Mover) -> None:
         """Something may be given to this adapter that could not be for a while."""

@@ -143,6 +143,22 @@ def test_a_chunk_that_was_in_use_is_given_to_no_medium_that_comes_empty(
         at_rest(kv)
 
 
+def test_a_medium_that_lost_everything_but_manifests_is_given_it_again(make_daemon: Make, tmp_path: Path) -> None:
+    daemon = make_daemon(fs(tmp_path))
+    with attach(daemon) as kv:
+        store(kv, register(kv), chain(1, 10))
+        stored(kv, 10)
+    daemon.kill()
+    objects = [file for file in tmp_path.glob("objects/*/*") if file.stat().st_size > SIZE]
+    assert len(objects) == 10
+    for file in objects:
+        file.unlink()
+    daemon.start()
+    with attach(daemon) as kv:
+        stored(kv, 10)
+        at_rest(kv)
+
+
 def test_stores_that_are_under_way_do_not_bring_it_back(make_daemon: Make, tmp_path: Path) -> None:
     slow = faulty(tmp_path, {"operation": "store", "fault": "stall", "seconds": 0.02})
     with attach(make_daemon(slow)) as kv:

@@ -190,7 +190,7 @@ CASES = [
     Case("fs: vanished folder", fs, "io_error", "No such file", hurt=remove_folder),
     Case("raw_block: bit flip in headers", raw, "corrupt", "did not verify", hurt=flip_in_slots(False)),
     Case("raw_block: bit flip in payloads", raw, "corrupt", "did not verify", hurt=flip_in_slots(True)),
-    Case("raw_block: truncated", raw, "io_error", "EIO", ANY, hurt=cut_medium, mend=uncut_medium),
+    Case("raw_block: truncated", raw, "unavailable", "was cut", ANY, hurt=cut_medium, mend=uncut_medium),
     Case("fs: disk full", fs, "no_space", "stores fail", fill=fill_disk, mend=free_disk, disk=True, when="store"),
     Case("fs: disk fills", fs, "evicted_for_full_disk", "", ANY, fill=fill_disk_almost, mend=free_disk, disk=True),
     Case("raw_block: no room for it", raw, "", "cannot get its", before=fill_disk, mend=free_disk, disk=True,
@@ -320,11 +320,12 @@ def test_a_buffer_is_emptied_after_the_medium_refused_something(make_daemon: Mak
 
 
 def test_a_buffer_does_not_keep_what_can_never_be_stored(make_daemon: Make, tmp_path: Path) -> None:
-    config = {"type": "fs", "base_path": str(tmp_path), "capacity_gb": 40_000 / (1 << 30)}
+    limit, size = 120_000, 150_000
+    config = {"type": "fs", "base_path": str(tmp_path), "capacity_gb": limit / (1 << 30)}
     daemon = make_daemon(adapter(**config), "--l2-store-policy=skip_l1", "--eviction-policy=noop", l1_mib=16)
     with attach(daemon) as kv:
-        ns = register(kv, SIZE)
-        assert store(kv, ns, chain(1, LENGTH), SIZE) == LENGTH
+        ns = register(kv, size)
+        assert store(kv, ns, chain(1, LENGTH), size) == LENGTH
         eventually(lambda: row(kv)["failures"].get("too_large") == LENGTH)
         eventually(lambda: kv.stats()["l1"]["entries"] == 0)
         at_rest(kv)
