@@ -194,10 +194,6 @@ class L2:
         self.stores.hold(references)
         self.prefetch.hold(writing)
 
-    @property
-    def references(self) -> int:
-        return self.stores.references
-
     def rows(self) -> list[dict[str, Any]]:
         queued = self.stores.queued_bytes
         return [

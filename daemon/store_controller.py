@@ -186,10 +186,6 @@ class StoreController:
         for held in self._held.values():
             references.update(held.entries.tolist())
 
-    @property
-    def references(self) -> int:
-        return sum(map(len, self._held.values()))
-
     # ---- finding what is to be stored --------------------------------------------------------------------------------
 
     def _shed(self, feed: Feed) -> None:
