@@ -408,13 +408,7 @@ class FsAdapter(Adapter):
             if spare is None:
                 self._count("no_space")
                 return Result(Outcome.NO_SPACE, detail="the limit is reached and nothing can be evicted")
-            try:
-                size = self._files.write(root, name, item, used_ns, spare)
-            except OSError as error:
-                if error.errno not in FULL or not self._room.evict_for_full_disk(2 * size, root):
-                    raise
-                self._count("evicted_for_full_disk")
-                size = self._files.write(root, name, item, used_ns)
+            size = self._write(root, name, item, used_ns, spare)
             self._index.publish(name, root.number, size, used_ns, item.key.namespace)
             self._count("stored")
             return OK
@@ -423,6 +417,19 @@ class FsAdapter(Adapter):
         finally:
             if mine:
                 self._index.end_store(name)
+
+    def _write(self, root: Root, name: bytes, item: Item, used_ns: int, spare: str) -> int:
+        """Bytes on the medium.  On a full disk something goes, and again if others were faster to use its room."""
+        for left in reversed(range(1 + self._io_threads)):
+            try:
+                return self._files.write(root, name, item, used_ns, spare)
+            except OSError as error:
+                need = 2 * file_bytes(len(item.payload))
+                if error.errno not in FULL or not left or not self._room.evict_for_full_disk(need, root):
+                    raise
+                self._count("evicted_for_full_disk")
+                spare = ""
+        raise AssertionError("unreachable")
 
     def _present(self, root: Root, name: bytes, item: Item, size: int, used_ns: int) -> bool:
         if name not in self._index:

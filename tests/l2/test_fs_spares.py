@@ -62,8 +62,8 @@ def test_in_a_full_directory_hardly_a_file_is_new(
     fill_up(adapter)
     before, reused = inodes(tmp_path / "kv"), adapter.counters["reused"]
     fill_up(adapter, 1000)
-    assert adapter.counters["reused"] - reused > 0.8 * (3 * LIMIT // ROOM)
-    assert len(inodes(tmp_path / "kv") & before) > 0.8 * len(before)
+    assert adapter.counters["reused"] - reused > 0.7 * (3 * LIMIT // ROOM)  # the janitor lets some go, to its watermark
+    assert len(inodes(tmp_path / "kv") & before) > 0.6 * len(before)
     adapter.close()
     assert temporaries(tmp_path / "kv") == []
     assert LIMIT // 2 < adapter.usage().bytes_used == du(tmp_path / "kv") <= LIMIT
