@@ -141,9 +141,12 @@ class Control:
         while not self.stopping:
             now = time.monotonic()
             deadline = self._next_deadline(now)
-            timeout = 0.0 if busy else max(0.0, deadline - now)
+            timeout = 0.0 if busy else max(0.0, min(deadline, self.memory.next_look()) - now)
             ready = self._poller.poll(int(timeout * 1000) + 1 if timeout else 0)
             self.arena.now = time.monotonic()
+            if not (ready or busy) and self.arena.now < deadline:  # often, and all that an idle daemon does
+                self._look_at_memory(self.arena.now)
+                continue
             busy = False
             for what, _ in ready:
                 self._dirty = True
@@ -169,7 +172,6 @@ class Control:
             self.admin.pins.next_end(),
             self.listener.next_deadline(),
             self.rpc.next_deadline(),
-            self.memory.next_look(),
             self.arena.resting.next_end(),
             self.arena.incomplete.next_end(),
             self._next_ghosts if self.leases.ghosts else None,

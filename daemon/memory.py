@@ -21,6 +21,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
+import weakref
 from collections import Counter
 from collections.abc import Callable
 
@@ -41,11 +43,17 @@ TELL_S = 60.0  # so long a cut is a reason in the health
 log = logging.getLogger("kvkeep.memory")
 
 
-def own_memory() -> int:
-    """Bytes of this process that are in memory, and neither of a file nor shared."""
-    with open("/proc/self/statm", "rb") as file:
-        _, resident, shared, *_ = file.read().split()
-    return (int(resident) - int(shared)) * PAGE
+class OwnMemory:
+    """Bytes of this process that are in memory, and neither of a file nor shared.  The file stays open: this is asked
+    often, also by a daemon that is idle."""
+
+    def __init__(self) -> None:
+        self._fd = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._fd)
+
+    def __call__(self) -> int:
+        _, resident, shared, *_ = os.pread(self._fd, 256, 0).split()
+        return (int(resident) - int(shared)) * PAGE
 
 
 def give_back() -> None:
@@ -66,11 +74,11 @@ class MemoryGuard:
         note_busy: Callable[[], None],
         cut: Callable[[bool], int],
         counters: Counter[str],
-        measure: Callable[[], int] = own_memory,
+        measure: Callable[[], int] | None = None,
         give_back: Callable[[], None] = give_back,
     ) -> None:
         self._explained, self._note_busy, self._cut, self._counters = explained, note_busy, cut, counters
-        self._measure, self._give_back = measure, give_back
+        self._measure, self._give_back = measure or OwnMemory(), give_back
         self._most_explained = 0  # memory of handles that ended mostly stays with the process
         self._accepted = self._last = self._rest()
         self._busy_looks = self._cuts = 0  # since it was too much
