@@ -200,7 +200,7 @@ class Room:
     # ---- the janitor -------------------------------------------------------------------------------------------------
 
     def stored(self) -> None:
-        if self.index.used > self._high or self.index.excess():
+        if self.index.held > self._high or self.index.excess():
             self._wake.set()
 
     def _clean(self) -> None:
@@ -221,7 +221,7 @@ class Room:
                     while (over := self.index.used - target) > 0 and not self._stop:
                         if not self.evict(min(over, _STEP)):
                             break
-                    self._spares.drop(self.index.held - self._high)
+                self._spares.drop(self.index.held - self._high)
             except Exception:
                 self._tally.count("janitor_failed")
                 log.exception("fs: the janitor stumbled")

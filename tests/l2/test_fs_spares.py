@@ -132,6 +132,19 @@ def test_spares_of_another_size_make_room(make: Make, tmp_path: Path) -> None:
     assert adapter.usage().bytes_used == du(tmp_path / "kv") <= LIMIT
 
 
+def test_spares_go_before_the_watermark_is_passed(make: Make) -> None:
+    adapter = make(eviction={"trigger_watermark": 0.5, "eviction_ratio": 0.5})
+    high = LIMIT // 2
+    fill_up(adapter, count=14)
+    assert adapter._room.evict(8 * ROOM) == 8
+    fill_up(adapter, 100, count=2, length=3 * OBJECT)
+    until = time.monotonic() + 10
+    while adapter.usage().bytes_used > high and time.monotonic() < until:
+        time.sleep(0.01)
+    assert adapter.usage().bytes_used <= high
+    assert adapter.usage().objects == 8, "no object had to go"
+
+
 def test_what_is_being_read_is_not_written_over(make: Make, tmp_path: Path) -> None:
     io = Faulty({"operation": "readv", "fault": "stall", "seconds": 1.0, "at": [0]})
     adapter = make(io=io, io_threads=1)
