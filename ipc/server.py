@@ -239,11 +239,12 @@ def _end(fd: int, which: tuple[int, int]) -> int | None:
         if _which(own) != which:
             return None
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, fileno=own)
-        with contextlib.suppress(OSError):  # the peer was faster
-            connection.shutdown(socket.SHUT_RDWR)
-        pid = credentials_of(connection).pid
-        connection.detach()
-        return pid
+        try:
+            with contextlib.suppress(OSError):  # the peer was faster
+                connection.shutdown(socket.SHUT_RDWR)
+            return credentials_of(connection).pid
+        finally:
+            connection.detach()  # or it would close, later, whatever has the number by then
     finally:
         os.close(own)
 
