@@ -2,7 +2,7 @@
 
     wait ─► queued, for INCOMPLETE_S ──end, or end_early: the oldest first──► looked at ─► given up
               ▲                                                                 │  └─► left alone
-              └──────── in use, and under pressure (end_early) ◄────────────────┘
+              └──── in use, and under pressure (end_early): keeps its place ◄───┘
 
 In use is what is referenced: by a store of the same chain that is under way, be it the one that wants room, which would
 otherwise get the record of its own head for its tail.
@@ -27,6 +27,7 @@ from kvkeep.shm.table import EntryTable
 
 I64 = npt.NDArray[np.int64]
 U32 = npt.NDArray[np.uint32]
+Place = tuple[float, I64, U32]  # end, entries, generations
 
 INCOMPLETE_S = 60.0  # some ranks stored their shard of a chunk, the others never came: given up after this,
 INCOMPLETE_UNDER_PRESSURE_S = 2.0  # ... or after this when a store finds no room otherwise
@@ -46,7 +47,7 @@ class Incomplete:
     ) -> None:
         self._table, self._counters = table, counters
         self._busy, self._give_up = busy, give_up
-        self._queue: deque[tuple[float, I64, U32]] = deque()  # (end, entries, generations)
+        self._queue: deque[Place] = deque()
 
     def wait(self, entries: I64, now: float) -> None:
         """A shard of ``entries`` was committed: those that are not sealed by that wait for the other shards."""
@@ -61,29 +62,32 @@ class Incomplete:
     def end(self, now: float) -> None:
         """Give up what has waited long enough."""
         while self._queue and self._queue[0][0] <= now:
-            self._end_oldest(now, spare=False)
+            self._end_oldest()
 
     def end_early(self, now: float) -> bool:
         """The same for a store that finds no room, until there is some; what is in use is spared, also what is due.
         True = something was given up."""
         due = now + INCOMPLETE_S - INCOMPLETE_UNDER_PRESSURE_S
-        while self._queue and self._queue[0][0] <= due:
-            if self._end_oldest(now, spare=True):
-                return True
-        return False
+        spared: list[Place] = []
+        given_up = False
+        while self._queue and self._queue[0][0] <= due and not given_up:
+            given_up = self._end_oldest(spared)
+        self._queue.extendleft(reversed(spared))  # `end` is due for them as before
+        return given_up
 
-    def _end_oldest(self, now: float, *, spare: bool) -> bool:
-        """Those who began to wait together; ``spare`` what is in use.  True = something was given up."""
+    def _end_oldest(self, spared: list[Place] | None = None) -> bool:
+        """Those who began to wait together, or without what is in use, which goes to ``spared``.  True = something was
+        given up."""
         table = self._table
-        _, entries, generations = self._queue.popleft()
+        end, entries, generations = self._queue.popleft()
         given_up = False
         for entry, generation in zip(entries.tolist(), generations.tolist(), strict=True):
             if not table.is_reserved(entry, generation) or self._busy(entry):
                 continue
             if int(table.shard_mask[entry]) == (1 << int(table.shards[entry])) - 1:
                 continue
-            if spare and table.references[entry]:
-                self.wait(np.array([entry], dtype=np.int64), now)
+            if spared is not None and table.references[entry]:
+                spared.append((end, np.array([entry], dtype=np.int64), np.array([generation], dtype=np.uint32)))
                 continue
             given_up = True
             self._counters["entries_incomplete"] += 1

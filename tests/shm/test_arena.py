@@ -163,6 +163,23 @@ def test_a_store_never_gives_up_its_own_head_even_if_that_is_due(behind_another:
     check(arena, writing=Counter(others.tolist()))
 
 
+def test_pressure_does_not_make_an_incomplete_chunk_wait_longer() -> None:
+    """Stores that find no room spare it each time, as they hold it; its own time ends all the same."""
+    arena = Memory(units=4, capacity=64).arena()
+    ns, own = namespace(arena, shards=2, shard_bytes=1 << 15), chain("a", 2)
+    incomplete = arena.reserve(ns, own[:1], 0, 0).granted
+    arena.commit(incomplete, 0, ALL[:1], None)
+    others = arena.reserve(ns, chain("b", 3), 0, 0).granted
+    for seconds in (10, 30, 59):
+        arena.now = float(seconds)
+        assert arena.reserve(ns, own, 0, 0).verdicts.tolist() == [PRESENT, FULL]
+    arena.incomplete.end(arena.now)
+    assert arena.table.used_count == len(others) + 1
+    arena.incomplete.end(61.0)
+    assert arena.table.used_count == len(others)
+    check(arena, writing=Counter(others.tolist()))
+
+
 def test_extents_of_a_dead_writer_rest_before_they_are_used_again() -> None:
     arena = Memory(units=1).arena()
     ns = namespace(arena)
