@@ -25,7 +25,7 @@ import zmq
 from kvkeep.daemon.admin import Admin
 from kvkeep.daemon.config import Config
 from kvkeep.daemon.engine import Engine
-from kvkeep.daemon.memory import CONNECTION_BYTES, ENTRY_BYTES, HANDLE_BYTES, MemoryGuard
+from kvkeep.daemon.memory import ADAPTER_BYTES, CONNECTION_BYTES, ENTRY_BYTES, HANDLE_BYTES, MemoryGuard
 from kvkeep.daemon.sdnotify import Notifier
 from kvkeep.daemon.sessions import Session
 from kvkeep.ipc import descriptors
@@ -100,6 +100,7 @@ class Control:
             max_connections=config.max_clients,
         )
         self.reserver = Reserver(segments.data_fd, geometry.data_bytes, prepare=_preparation(config, segments))
+        self.l2: L2 | None = None
         self.memory = MemoryGuard(
             explained=self._explained_memory,
             note_busy=lambda: self.rpc.note_busy(),
@@ -316,7 +317,8 @@ class Control:
     def _explained_memory(self) -> int:
         handles = len(self.engine.lookups) + len(self.engine.stores)
         connections = self.rpc.connections + len(self.listener)
-        return self.arena.table.ever_used * ENTRY_BYTES + handles * HANDLE_BYTES + connections * CONNECTION_BYTES
+        entry = ENTRY_BYTES + (ADAPTER_BYTES * len(self.l2.movers) if self.l2 is not None else 0)
+        return self.arena.table.ever_used * entry + handles * HANDLE_BYTES + connections * CONNECTION_BYTES
 
     def _cut(self, only_busy: bool) -> int:
         """RPC connections, and have the clients behind them attach again: requests and replies were lost."""

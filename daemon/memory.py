@@ -30,6 +30,7 @@ from kvkeep.shm.layout import PAGE
 
 ROOM_BYTES = 128 << 20  # requests and replies that are on their way, and what the books leave out
 ENTRY_BYTES = 128  # index, order and states of a chunk
+ADAPTER_BYTES = 24  # ... and what is known of it for each L2 adapter
 HANDLE_BYTES = 2048  # of a lookup or a store
 CONNECTION_BYTES = 32 << 10  # of libzmq, with empty queues
 LOOK_S = 0.25
