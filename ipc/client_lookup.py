@@ -41,10 +41,17 @@ class Lookup:
     _open = False  # for the finalizer of one whose making was interrupted
 
     def __init__(
-        self, session: Session, attachment: Attachment | None, handle: int, ready: int, unconfirmed: int
+        self,
+        session: Session,
+        attachment: Attachment | None,
+        handle: int,
+        ready: int,
+        unconfirmed: int,
+        at_once: int | None = None,
     ) -> None:
         self.handle = handle  # 0 = no references: nothing to read
         self.ready = ready
+        self.at_once = ready if at_once is None else min(at_once, ready)  # the others came while the lookup waited
         self._session = session
         self._attachment = attachment
         self._unconfirmed = unconfirmed  # confirmations until the daemon ends the handle by itself
@@ -119,6 +126,7 @@ class PendingLookup:
         self._confirmations = confirmations
         self._channel: Channel | None = None
         self._handle = 0  # of a reply that said pending
+        self._at_once: int | None = None  # chunks that it had
         self._heard = False
         self._deadline_s = min(deadline_s + wait_s, MAX_DEADLINE_S)
         self._deadline = time.monotonic() + self._deadline_s
@@ -202,9 +210,12 @@ class PendingLookup:
             self._result = self._miss()
             return True
         if isinstance(reply, m.LookupReply) and reply.pending:
-            self._handle = reply.handle
+            self._handle, self._at_once = reply.handle, max(reply.ready, 0)
             return False
-        self._result = Lookup(self._session, attachment, reply.handle, max(reply.ready, 0), self._confirmations)
+        ready = max(reply.ready, 0)
+        self._result = Lookup(
+            self._session, attachment, reply.handle, ready, self._confirmations, at_once=self._at_once
+        )
         return True
 
     def _miss(self) -> Lookup:

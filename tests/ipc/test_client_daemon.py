@@ -108,6 +108,21 @@ def test_a_waiting_lookup_is_answered_when_another_client_commits(daemon: Daemon
         eventually(lambda: held(writer) == (0, 0))
 
 
+def test_a_lookup_tells_what_was_there_at_once_from_what_came_while_it_waited(daemon: Daemon) -> None:
+    with attach(daemon) as writer, attach(daemon) as reader:
+        ns, other, chain = register(writer), register(reader), hashes(3)
+        writer.store(ns, hashes(1), [content(0, SIZE)])
+        reservation = writer.reserve(ns, chain, start=1)
+        pending = reader.begin_lookup(other, chain, wait_s=30)
+        time.sleep(0.1)
+        for i in range(2):
+            assert reservation.write(i, content(1 + i, SIZE))
+        reservation.commit()
+        waited, asked_again = pending.wait(60), reader.lookup(other, chain)
+        assert (waited.ready, waited.at_once) == (3, 1)
+        assert (asked_again.ready, asked_again.at_once) == (3, 3)
+
+
 CHILD = """
 import os, sys, numpy as np
 from kvkeep.ipc.client import Client
