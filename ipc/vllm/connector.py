@@ -13,7 +13,12 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
 from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -66,7 +71,7 @@ def nothing() -> None:
     return None
 
 
-class KVKeepConnector(KVConnectorBase_V1):  # type: ignore[misc]
+class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     _cache_hit_source = CacheHitSource.HOST
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -142,9 +147,12 @@ class KVKeepConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if self.worker is not None and isinstance(self._connector_metadata, KVKeepMetadata):
             self.worker.start_stores(self._connector_metadata)
 
-    @guarded(lambda: (None, None))
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return None, self.worker.take_finished_loads(finished_req_ids) if self.worker is not None else None
+    @guarded(KVConnectorTransferResults)
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        results = KVConnectorTransferResults()
+        if self.worker is not None:
+            results.finished_recving, results.failed_recving = self.worker.take_finished_loads(finished_req_ids)
+        return results
 
     @guarded(set)
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -164,8 +172,8 @@ class KVKeepConnector(KVConnectorBase_V1):  # type: ignore[misc]
     @guarded(nothing)
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         if self.scheduler is not None:
-            facts = metadata[0]
-            assert isinstance(facts, WorkerFacts)
+            facts = [metadata[rank] for rank in sorted(metadata)]
+            assert all(isinstance(of_rank, WorkerFacts) for of_rank in facts)
             self.scheduler.set_facts(facts)
 
     @guarded(nothing)
@@ -199,6 +207,12 @@ class KVKeepConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if self.scheduler is not None:
             self.scheduler.on_finished(request)
         return False, None
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        answer: tuple[bool, dict[str, Any] | None] = self.request_finished(request, block_ids[0] if block_ids else [])
+        return answer
 
     @guarded(lambda: False)
     def has_pending_push_work(self) -> bool:

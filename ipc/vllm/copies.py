@@ -16,11 +16,12 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.ipc.messages import HASH_BYTES, Outcome, Verdict
+from kvkeep.ipc.vllm.groups import chunks, present
 from kvkeep.ipc.vllm.metadata import LoadJob, NamespaceSpec, StoreEnd, StoreJob, StoreReport
 
 if TYPE_CHECKING:
@@ -61,12 +62,12 @@ class CopyThreads:
         client: Any,
         pages: Pages,
         *,
-        rank: int,
+        shard: int,
         load_threads: int,
         deadline_s: float,
         log: Callable[[str, BaseException], None],
     ) -> None:
-        self._client, self._pages, self._rank = client, pages, rank
+        self._client, self._pages, self._shard = client, pages, shard
         self._deadline_s, self._log = deadline_s, log
         self._lock = threading.Lock()
         self._something_ended = threading.Event()
@@ -142,12 +143,12 @@ class CopyThreads:
             if task.state is not LoadState.QUEUED:
                 return False
             task.state = LoadState.ENDED
-            self._ended_loads.append(LoadEnd(task.job, task.job.block_ids, confirmed=False))
+            self._ended_loads.append(LoadEnd(task.job, present(task.job.blocks), confirmed=False))
             self.counters["loads_not_started"] += 1
             return True
 
     def _late(self, task: LoadTask, stage: str) -> DeadlinePassed:
-        size = len(task.job.block_ids) * self._pages.page_bytes
+        size = self._pages.bytes_of(task.job.blocks)
         return DeadlinePassed(
             f"request {task.job.request_id}: {size} bytes were not loaded in {self._deadline_s:g} s, {stage}"
         )
@@ -158,7 +159,7 @@ class CopyThreads:
                 if task.state is not LoadState.QUEUED:
                     continue
                 task.state = LoadState.RUNNING
-            bad: list[int] = list(task.job.block_ids)
+            bad: Sequence[int] = present(task.job.blocks)
             confirmed = False
             try:
                 bad, confirmed = self._load(task)
@@ -170,22 +171,18 @@ class CopyThreads:
                 self.counters["loads_failed" if bad else "loads"] += 1
             self._something_ended.set()
 
-    def _load(self, task: LoadTask) -> tuple[list[int], bool]:
+    def _load(self, task: LoadTask) -> tuple[Sequence[int], bool]:
         """Bad block ids, and whether the read was confirmed."""
         job = task.job
         left = task.deadline - time.monotonic()
         if left <= 0 or task.cancelled:
-            return list(job.block_ids), False
+            return present(job.blocks), False
         reading = self._client.open_read(
-            job.handle, self._rank, job.first_chunk, job.chunks, deadline_s=min(CALL_DEADLINE_S, left)
+            job.handle, self._shard, job.first_chunk, job.chunks, deadline_s=min(CALL_DEADLINE_S, left)
         )
         if reading is None:
-            return list(job.block_ids), False
-        per_chunk = (len(job.block_ids) + job.skip_blocks) // job.chunks
-        parts = []
-        for chunk in range(job.chunks):
-            first = max(0, chunk * per_chunk - job.skip_blocks)
-            parts.append(job.block_ids[first : (chunk + 1) * per_chunk - job.skip_blocks])
+            return present(job.blocks), False
+        parts = chunks(job.blocks, job.chunks)
         copied = 0
         try:
             for chunk, view in enumerate(reading.views):
@@ -194,14 +191,14 @@ class CopyThreads:
                 with reading.copying() as allowed:  # not when the daemon is gone: the extent may be given away
                     if not allowed:
                         break
-                    self._pages.scatter(view, parts[chunk], skip=job.skip_blocks if chunk == 0 else 0)
+                    self._pages.scatter(view, parts[chunk])
                 copied += 1
             valid = list(reading.validate())
         finally:
             reading.confirm()
         good = [chunk < copied and chunk < len(valid) and valid[chunk] for chunk in range(job.chunks)]
         self.counters["chunks_loaded"] += sum(good)
-        return [block for part, fine in zip(parts, good, strict=True) if not fine for block in part], True
+        return [block for part, fine in zip(parts, good, strict=True) if not fine for block in present(part)], True
 
     def _goes_on(self, task: LoadTask, copied: int) -> bool:
         if time.monotonic() > task.deadline:
@@ -231,20 +228,18 @@ class CopyThreads:
         if self._namespace is None or self._namespace[0] != spec:
             registered = self._client.register(spec.manifest, shard_bytes=spec.shard_bytes, shards=spec.shards)
             self._namespace = (spec, registered)
-        chunks = len(job.hashes) // HASH_BYTES - job.start
-        per_chunk = len(job.block_ids) // chunks
+        parts = chunks(job.blocks, len(job.hashes) // HASH_BYTES - job.start)
         left = max(0.0, min(CALL_DEADLINE_S, deadline - time.monotonic()))
         reservation = self._client.reserve(
-            self._namespace[1], job.hashes, start=job.start, shard=self._rank, deadline_s=left
+            self._namespace[1], job.hashes, start=job.start, shard=self._shard, deadline_s=left
         )
         with reservation:
             complete = []
             for position, view in zip(reservation.granted, reservation.views, strict=True):
-                first = (position - job.start) * per_chunk
                 with reservation.copying() as allowed:
                     write = allowed and time.monotonic() <= deadline
                     if write:
-                        self._pages.gather(view, job.block_ids[first : first + per_chunk])
+                        self._pages.gather(view, parts[position - job.start])
                 complete.append(write)
             outcomes = list(reservation.commit(complete)) if complete else []
         stored = sum(outcome in (Outcome.SEALED, Outcome.WAITING) for outcome in outcomes)
@@ -253,6 +248,6 @@ class CopyThreads:
             return StoreReport(job.job_id, StoreEnd.ORPHAN, stored, reservation.missing)
         if Verdict.FULL in verdicts:
             return StoreReport(job.job_id, StoreEnd.FULL, stored)
-        if len(verdicts) < chunks or stored < len(complete):
+        if len(verdicts) < len(parts) or stored < len(complete):
             return StoreReport(job.job_id, StoreEnd.FAILED, stored)
         return StoreReport(job.job_id, StoreEnd.DONE, stored)

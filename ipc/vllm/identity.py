@@ -21,11 +21,15 @@ from kvkeep.ipc.vllm import fingerprint
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
-CONNECTOR_ABI = "vllm/1"  # how an extent is filled; change it when pages.py changes what it writes
+CONNECTOR_ABI = "vllm/2"  # how an extent is filled; change it when pages.py changes what it writes
 COMPACT_LAYOUTS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")  # a page is one run of bytes
-SPECS = ("FullAttentionSpec", "MLAAttentionSpec")  # exact types: a subclass may store something else
+SPECS = (
+    "FullAttentionSpec",
+    "MLAAttentionSpec",
+    "SlidingWindowSpec",
+)  # exact types: a subclass may store something else
 SPECULATION_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix")
 
 
@@ -36,10 +40,13 @@ def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
 
 
 def _refused_parallel(config: VllmConfig) -> str:
-    for field in ("tensor", "pipeline", "prefill_context", "decode_context"):
+    for field in ("pipeline", "prefill_context", "decode_context"):
         size = getattr(config.parallel_config, f"{field}_parallel_size", 1)
         if size != 1:
             return f"{field}_parallel_size is {size}: this version supports 1"
+    nodes = getattr(config.parallel_config, "nnodes_within_dp", 1)
+    if nodes != 1:
+        return f"the ranks of the engine are on {nodes} nodes: all must reach one daemon, on one node"
     return ""
 
 
@@ -63,16 +70,12 @@ def _refused_model(config: VllmConfig) -> str:
 
 
 def _refused_groups(config: KVCacheConfig) -> str:
-    groups = config.kv_cache_groups
-    if len(groups) != 1:
-        return (
-            f"the model has {len(groups)} KV cache groups: this version supports 1 (--disable-hybrid-kv-cache-manager)"
-        )
-    spec = groups[0].kv_cache_spec
-    if type(spec).__name__ not in SPECS:
-        return f"the KV cache group is a {type(spec).__name__}: this version supports {' and '.join(SPECS)}"
-    if not groups[0].enable_kv_transfer or groups[0].host_resident:
-        return "the KV cache group does not take part in external transfer"
+    for group in config.kv_cache_groups:
+        kind = type(group.kv_cache_spec).__name__
+        if kind not in SPECS:
+            return f"layer {group.layer_names[0]} has a {kind}: this version supports {', '.join(SPECS)}"
+        if not group.enable_kv_transfer or group.host_resident or group.is_eagle_group:
+            return f"the KV cache group of layer {group.layer_names[0]} does not take part in external transfer"
     if config.kv_cache_layout not in COMPACT_LAYOUTS:
         return f"KV cache layout {config.kv_cache_layout} is unknown: set VLLM_KV_CACHE_LAYOUT to LBHNC"
     return ""
@@ -94,7 +97,8 @@ def manifest(
     import vllm
 
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    group = kv_cache_config.kv_cache_groups[0]
+    groups = kv_cache_config.kv_cache_groups
+    smallest = min(group.kv_cache_spec.block_size for group in groups)
     document = Manifest(
         model=str(model.model),
         revision=model.revision,
@@ -105,7 +109,7 @@ def manifest(
         tensor_parallel=vllm_config.parallel_config.tensor_parallel_size,
         pipeline_parallel=vllm_config.parallel_config.pipeline_parallel_size,
         context_parallel=vllm_config.parallel_config.decode_context_parallel_size,
-        block_size=group.kv_cache_spec.block_size,
+        block_size=smallest,
         chunk_tokens=chunk_tokens,
         connector_abi=CONNECTOR_ABI,
         engine=f"vllm {vllm.__version__}",
@@ -115,16 +119,25 @@ def manifest(
             "dtype": str(model.dtype),
             "quantization": str(model.quantization),
             "model_config": _digest(_model_config(vllm_config)),
-            "hash_block_size": kv_cache_config.hash_block_size or group.kv_cache_spec.block_size,
+            "hash_block_size": kv_cache_config.hash_block_size or smallest,
             "layout": str(kv_cache_config.kv_cache_layout),
-            "spec": {"type": type(group.kv_cache_spec).__name__, "text": _digest(repr(group.kv_cache_spec))},
-            "layers": {"count": len(group.layer_names), "names": _digest("\n".join(group.layer_names))},
+            "groups": [_group(group) for group in groups],
+            "rank_replicas": kv_cache_config.kv_tp_replicas,
             "memory": layout,
             "epoch": epoch,
         },
     )
     plain: dict[str, object] = msgspec.to_builtins(document)
     return plain
+
+
+def _group(group: KVCacheGroupSpec) -> dict[str, object]:
+    spec = group.kv_cache_spec
+    return {
+        "type": type(spec).__name__,
+        "text": _digest(repr(spec)),
+        "layers": {"count": len(group.layer_names), "names": _digest("\n".join(group.layer_names))},
+    }
 
 
 def _hash_seed(algorithm: str) -> str:

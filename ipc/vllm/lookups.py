@@ -8,8 +8,9 @@ A request's lookup, once per attempt (an attempt ends with a preemption)::
 * vLLM repeats the question every step while a request cannot be admitted; the answer is kept, never asked again.
 * A request whose load failed is never offered a hit again: vLLM would ask for ever.
 * What vLLM was promised comes back: after (n, True) was admitted there is a load job, if need be one that fails.
-* References that a lookup holds end in exactly one of: the worker's confirmation, the end of the Lookup object, our
-  death.  Dropping the object gives them back in the background; `release` would wait for the daemon.
+* References that a lookup holds end in exactly one of: the confirmation of all readers, the end of the Lookup object,
+  our death.  Dropping the object gives them back in the background; `release` would wait for the daemon.
+* A load has ended when all ranks have reported it, and is right if it is in all of them.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from __future__ import annotations
 import enum
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.ipc.messages import HASH_BYTES
+from kvkeep.ipc.vllm.groups import ABSENT, BlockTable, Group, alignment, cut, present
 from kvkeep.ipc.vllm.guard import Guard
 from kvkeep.ipc.vllm.metadata import LoadJob, LoadReport
 from kvkeep.ipc.vllm.options import Options
@@ -42,8 +45,15 @@ class Active:
     namespace: Any  # kvkeep.ipc.client.Namespace
     generation: int
     chunk_tokens: int
-    block_size: int
+    groups: tuple[Group, ...]
     hash_block_size: int
+    readers: int = 1  # ranks that read the same shard
+    null_block: int = 0  # vLLM's id for "no block"
+
+    def table(self, block_ids: Sequence[Sequence[int]], start: int, end: int) -> BlockTable:
+        """The blocks of tokens ``start`` to ``end``, out of a request's table from its first token on."""
+        every = tuple(tuple(ABSENT if b == self.null_block else b for b in blocks) for blocks in block_ids)
+        return cut(every, self.groups, start, end)
 
     def chain(self, request: Request, chunks: int) -> bytes:
         """Hashes of the first chunks: vLLM's hash of the last block in each, which covers all before it."""
@@ -72,17 +82,28 @@ class _State:
     early: bool = False
     failed: bool = False  # a load failed: no hit for this request ever again
     known: int = 0  # chunks that were there
+    usable: int = 0  # of them, for this request
+
+
+@dataclass
+class _Loading:
+    """A load that the workers have."""
+
+    lookup: Any
+    ranks: int  # that have not reported yet
+    ok: bool = True
+    confirmed: bool = True
 
 
 class Lookups:
-    def __init__(self, client: Any, options: Options, guard: Guard, counters: Counter[str]) -> None:
-        self._client, self._guard, self._counters = client, guard, counters
+    def __init__(self, client: Any, options: Options, guard: Guard, counters: Counter[str], *, ranks: int = 1) -> None:
+        self._client, self._guard, self._counters, self._ranks = client, guard, counters, ranks
         self._patience_s = options.lookup_deadline_ms / 1000
         self._l2_wait_s = options.l2_wait_ms / 1000
         self._states: dict[str, _State] = {}
         self._early = 0
         self._grace_s = GRACE_OF_A_STEP_S
-        self._loading: dict[str, Any] = {}  # request id -> Lookup, until the worker reports
+        self._loading: dict[str, _Loading] = {}  # by request id, until all ranks have reported
         self._new_loads: list[LoadJob] = []
 
     # ---- vLLM's questions --------------------------------------------------------------------------------------------
@@ -108,8 +129,9 @@ class Lookups:
             return 0
         if state.active.generation != active.generation or not state.lookup.alive:
             return 0
-        tokens = int(state.lookup.ready * active.chunk_tokens - local_tokens)
-        return 0 if tokens < active.chunk_tokens or tokens % active.block_size else tokens
+        state.usable = self._usable(state, request, active)
+        tokens = int(state.usable * active.chunk_tokens - local_tokens)
+        return 0 if tokens < active.chunk_tokens or tokens % alignment(active.groups) else tokens
 
     def known_chunks(self, request_id: str) -> int:
         """How many chunks of the request need not be stored, as far as we know."""
@@ -127,10 +149,10 @@ class Lookups:
         except Exception as error:
             self._guard.note("load_job", error)
             self._drop(state)
-            held = blocks.get_block_ids()[0]
-            job = LoadJob(request.request_id, 0, 0, 1, 0, tuple(held), generation)
-        else:
-            self._loading[request.request_id], state.lookup = state.lookup, None
+            held = tuple(tuple(ids) for ids in blocks.get_block_ids())
+            job = LoadJob(request.request_id, 0, 0, 1, held, generation)
+        self._loading[request.request_id] = _Loading(state.lookup, self._ranks)
+        state.lookup = None
         state.phase = Phase.LOADING
         self._new_loads.append(job)
 
@@ -141,15 +163,23 @@ class Lookups:
         return loads
 
     def on_load_report(self, report: LoadReport) -> None:
-        lookup = self._loading.pop(report.request_id, None)
-        if lookup is not None and report.confirmed:
-            lookup.hand_over()
+        loading = self._loading.get(report.request_id)
+        if loading is None:
+            return
+        loading.ranks -= 1
+        loading.ok &= report.ok
+        loading.confirmed &= report.confirmed
         state = self._states.get(report.request_id)
+        if state is not None and not report.ok:
+            state.failed, state.known = True, 0  # now: vLLM may ask again before the other ranks have reported
+        if loading.ranks > 0:
+            return
+        del self._loading[report.request_id]
+        if loading.lookup is not None and loading.confirmed:
+            loading.lookup.hand_over()
         if state is not None:
             state.phase = Phase.CLOSED
-            if not report.ok:
-                state.failed, state.known = True, 0
-        self._counters["loads" if report.ok else "loads_failed"] += 1
+        self._counters["loads" if loading.ok else "loads_failed"] += 1
 
     def on_finished(self, request_id: str) -> None:
         """A load that is under way keeps its references until the worker reports it."""
@@ -172,7 +202,7 @@ class Lookups:
         hashes = active.chain(request, request.num_tokens // active.chunk_tokens)
         if hashes:
             wait_s = self._l2_wait_s if self._client.has_l2 else 0.0
-            state.pending = self._client.begin_lookup(active.namespace, hashes, wait_s=wait_s)
+            state.pending = self._client.begin_lookup(active.namespace, hashes, readers=active.readers, wait_s=wait_s)
             state.patience_s = self._patience_s + wait_s
             state.phase = Phase.WAITING
             self._counters["lookups"] += 1
@@ -208,17 +238,26 @@ class Lookups:
         active, name = state.active, request.request_id
         if state.phase is not Phase.READY or active is None:
             raise RuntimeError(f"{tokens} tokens of request {name} were admitted in phase {state.phase.value}")
-        end = state.lookup.ready * active.chunk_tokens
+        end = state.usable * active.chunk_tokens
         begin = end - tokens
-        ids = tuple(blocks.get_block_ids()[0][max(0, begin) // active.block_size : end // active.block_size])
-        if begin < 0 or len(ids) * active.block_size != tokens:
+        first = max(0, begin) // active.chunk_tokens
+        table = active.table(blocks.get_block_ids(), max(0, begin), end)
+        if begin < 0 or not _complete(table, active, begin, end):
             raise RuntimeError(
-                f"{tokens} tokens of request {name} were admitted into {len(ids)} blocks, {end} are there"
+                f"{tokens} tokens of request {name} were admitted into {len(present(table))} blocks, {end} are there"
             )
-        first = begin // active.chunk_tokens
-        skip = begin % active.chunk_tokens // active.block_size
-        handle, chunks = state.lookup.handle, state.lookup.ready - first
-        return LoadJob(name, handle, first, chunks, skip, ids, active.generation)
+        skip = begin % active.chunk_tokens
+        filled = tuple(
+            (ABSENT,) * (skip // group.block_size) + ids for group, ids in zip(active.groups, table, strict=True)
+        )
+        return LoadJob(name, state.lookup.handle, first, state.usable - first, filled, active.generation)
+
+    def _usable(self, state: _State, request: Request, active: Active) -> int:
+        """Chunks that a hit may end with.  After a hit of all tokens the last is computed again, with its window."""
+        ready = int(state.lookup.ready)
+        end = ready * active.chunk_tokens
+        whole = end == request.num_tokens
+        return ready - 1 if whole and any(group.lacks_last(end) for group in active.groups) else ready
 
     def _drop(self, state: _State) -> None:
         if state.pending is not None and state.pending.poll() is None:
@@ -230,6 +269,19 @@ class Lookups:
     def _end_early(self, state: _State) -> None:
         self._early -= state.early
         state.early = False
+
+
+def _complete(table: BlockTable, active: Active, begin: int, end: int) -> bool:
+    """Every block is there that the first token after the hit sees."""
+    for group, ids in zip(active.groups, table, strict=True):
+        first = begin // group.block_size
+        if (first + len(ids)) * group.block_size != end:
+            return False
+        if any(
+            block == ABSENT and (not group.window or group.needs(first + n, end + 1)) for n, block in enumerate(ids)
+        ):
+            return False
+    return True
 
 
 def never_cached(request: Request) -> bool:

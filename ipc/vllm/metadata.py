@@ -16,6 +16,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from kvkeep.ipc.vllm.groups import BlockTable
+
 
 @dataclass(frozen=True)
 class NamespaceSpec:
@@ -30,37 +32,39 @@ class NamespaceSpec:
 
 @dataclass(frozen=True)
 class LoadJob:
-    """Fill `block_ids` from chunks first_chunk .. first_chunk + chunks - 1 of a looked-up handle.
+    """Fill `blocks` from chunks first_chunk .. first_chunk + chunks - 1 of a looked-up handle.
 
-    The first `skip_blocks` blocks of the first chunk are in the engine already and may be shared with other requests:
-    they are not in `block_ids` and are not written.  handle 0: nothing to read, report the job as failed.
+    `blocks` has the blocks of all these chunks; ABSENT are those that the engine does not need, and those that it has
+    already: they may be shared with other requests and are not written.  handle 0: nothing to read, report the job as
+    failed.
     """
 
     request_id: str
     handle: int
     first_chunk: int
     chunks: int
-    skip_blocks: int
-    block_ids: tuple[int, ...]
+    blocks: BlockTable
     generation: int
 
 
 @dataclass(frozen=True)
 class StoreJob:
-    """Store chunks start .. of the chain `hashes` (from the root) out of `block_ids`, pinned until reported."""
+    """Store chunks start .. of the chain `hashes` (from the root) out of `blocks`, pinned until all ranks reported."""
 
     job_id: int
     hashes: bytes
     start: int
-    block_ids: tuple[int, ...]
+    blocks: BlockTable
     generation: int
 
 
 class StoreEnd(enum.Enum):
+    """From good to bad: of what the ranks report, the last one holds."""
+
     DONE = "done"  # what was granted is in, the rest was there already or is being written by another
-    FULL = "full"  # no room in the arena
-    ORPHAN = "orphan"  # a head is not resident any more: store again from `missing`
     FAILED = "failed"  # daemon away, deadline passed, or an error of ours
+    ORPHAN = "orphan"  # a head is not resident any more: store again from `missing`
+    FULL = "full"  # no room in the arena
 
 
 @dataclass(frozen=True)
@@ -101,5 +105,5 @@ class WorkerFacts(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     """What only the worker knows: how the KV memory really lies.  `refused` is a sentence, or empty."""
 
     refused: str
-    page_bytes: int  # of one block in all layers
+    block_bytes: tuple[int, ...]  # per group, of one block in all its layers
     layout: dict[str, object]

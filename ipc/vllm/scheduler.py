@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.ipc.vllm import clients, fingerprint, identity
+from kvkeep.ipc.vllm.groups import alignment, groups_of
 from kvkeep.ipc.vllm.guard import Guard
 from kvkeep.ipc.vllm.lookups import Active, Lookups
 from kvkeep.ipc.vllm.metadata import KVKeepMetadata, KVKeepWorkerMetadata, NamespaceSpec, WorkerFacts
 from kvkeep.ipc.vllm.namespace import NamespaceKeeper
 from kvkeep.ipc.vllm.options import Options
+from kvkeep.ipc.vllm.ranks import Ranks
 from kvkeep.ipc.vllm.stores import Stores
 
 if TYPE_CHECKING:
@@ -45,9 +47,9 @@ class SchedulerHalf:
         self._may_load, self._may_store = may_load, may_store
         self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
         self._options, self._guard, self._log = options, guard, log
-        spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
-        self._block_size: int = spec.block_size
-        self._hash_block_size: int = kv_cache_config.hash_block_size or spec.block_size
+        self._groups = groups_of(kv_cache_config)
+        self._ranks = Ranks.of(vllm_config, kv_cache_config)
+        self._hash_block_size: int = kv_cache_config.hash_block_size or self._groups[0].block_size
         self._pool: Any = None
         self._facts: WorkerFacts | None = None
         self._client: Any = None
@@ -65,15 +67,20 @@ class SchedulerHalf:
     def bind_block_pool(self, pool: Any) -> None:
         self._pool = pool
 
-    def set_facts(self, facts: WorkerFacts) -> None:
-        """The worker has seen the KV memory, so the identity is complete: attach, and register in the background."""
-        if facts.refused:
-            self._refuse(facts.refused)
+    def set_facts(self, facts: Sequence[WorkerFacts]) -> None:
+        """Each worker has seen its KV memory, so the identity is complete: attach, and register in the background."""
+        refused = next((of_rank.refused for of_rank in facts if of_rank.refused), "")
+        if not refused and (len(facts) != self._ranks.count or any(of_rank != facts[0] for of_rank in facts)):
+            refused = f"{len(facts)} of {self._ranks.count} ranks described their KV memory, or not all alike"
+        if refused:
+            self._refuse(refused)
             return
-        self._facts = facts
+        self._facts = facts[0]
         self._client = clients.attach(self._options, "vllm scheduler")
-        self.lookups = Lookups(self._client, self._options, self._guard, self.counters)
-        self.stores = Stores(self._pool, self._options, self.lookups, self._guard, self.counters)
+        self.lookups = Lookups(self._client, self._options, self._guard, self.counters, ranks=self._ranks.count)
+        self.stores = Stores(
+            self._pool, self._options, self.lookups, self._guard, self.counters, ranks=self._ranks.shards
+        )
         self._keeper = NamespaceKeeper(self._client, self._build_namespace, self._refuse)
         self._keeper.start(self._generation)
         self._keeper.wait(START_WAIT_S)
@@ -91,7 +98,7 @@ class SchedulerHalf:
     def _build_namespace(self, generation: int) -> NamespaceSpec:
         assert self._facts is not None
         chunk = self._options.chunk_tokens or self._client.chunk_tokens or DEFAULT_CHUNK_TOKENS
-        refused = identity.refused_chunk(chunk, self._block_size)
+        refused = identity.refused_chunk(chunk, alignment(self._groups))
         if refused:
             raise NamespaceKeeper.Refused(refused)
         layout = self._facts.layout
@@ -99,8 +106,9 @@ class SchedulerHalf:
             manifest = identity.manifest(self._vllm_config, self._kv_cache_config, layout, chunk, self._epoch)
         except fingerprint.NoFingerprint as sentence:
             raise NamespaceKeeper.Refused(str(sentence)) from None
-        shard_bytes = self._facts.page_bytes * (chunk // self._block_size)
-        return NamespaceSpec(manifest, shard_bytes, 1, chunk, generation)
+        sizes = zip(self._facts.block_bytes, self._groups, strict=True)
+        shard_bytes = sum(size * (chunk // group.block_size) for size, group in sizes)
+        return NamespaceSpec(manifest, shard_bytes, self._ranks.shards, chunk, generation)
 
     def active(self) -> Active | None:
         """None: no daemon, or one that hangs, not registered yet, or refused."""
@@ -111,7 +119,13 @@ class SchedulerHalf:
             spec = registered.spec
             self._registered = registered
             self._active = Active(
-                registered.namespace, spec.generation, spec.chunk_tokens, self._block_size, self._hash_block_size
+                registered.namespace,
+                spec.generation,
+                spec.chunk_tokens,
+                self._groups,
+                self._hash_block_size,
+                readers=self._ranks.replicas,
+                null_block=self._pool.null_block.block_id,
             )
         return self._active
 

@@ -2,7 +2,11 @@
 
 A chunk is stored in the step that completes it: all its tokens are confirmed and, at the end of that step, computed;
 the worker copies after the step's forward.  From here until the worker reports the job its blocks are pinned in vLLM's
-block pool (`touch`), so that neither preemption, abort nor finish gives them to another request under the copy.
+block pool (`touch`), so that neither preemption, abort nor finish gives them to another request under the copy; with
+several ranks, until the last of those that store has reported it.
+
+A chunk is stored only if it has all blocks that a hit that ends with it needs (groups.py).  It has, in the step that
+completes it.  Later, or where the engine's own prefix cache supplied the tokens, a sliding window may have passed.
 
 Pins are capped: beyond the cap a chunk is skipped and counted, and the engine keeps its memory.  A request that was
 already considered up to some chunk costs nothing until its next chunk is complete: a decode step sends no message.
@@ -15,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.ipc.messages import HASH_BYTES
+from kvkeep.ipc.vllm.groups import ABSENT, BlockTable, chunks, present
 from kvkeep.ipc.vllm.guard import Guard
 from kvkeep.ipc.vllm.lookups import Active, Lookups
 from kvkeep.ipc.vllm.metadata import StoreEnd, StoreJob, StoreReport
@@ -38,16 +43,27 @@ class _Progress:
     enabled: bool = True
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Pin:
     request_id: str
     blocks: tuple[Any, ...]
-    chunks: int
+    ranks: int  # that have not reported yet
+    worst: StoreReport | None = None
 
 
 class Stores:
-    def __init__(self, pool: Any, options: Options, lookups: Lookups, guard: Guard, counters: Counter[str]) -> None:
-        self._pool, self._options, self._lookups = pool, options, lookups
+    def __init__(
+        self,
+        pool: Any,
+        options: Options,
+        lookups: Lookups,
+        guard: Guard,
+        counters: Counter[str],
+        *,
+        ranks: int = 1,
+    ) -> None:
+        """``ranks``: how many report each job."""
+        self._pool, self._options, self._lookups, self._ranks = pool, options, lookups, ranks
         self._guard, self._counters = guard, counters
         self._progress: dict[str, _Progress] = {}
         self._pins: dict[int, _Pin] = {}
@@ -94,7 +110,12 @@ class Stores:
         return jobs
 
     def on_report(self, report: StoreReport) -> None:
-        pin = self._pins.pop(report.job_id)
+        pin = self._pins[report.job_id]
+        pin.ranks -= 1
+        pin.worst = report = _worse(pin.worst, report)
+        if pin.ranks > 0:
+            return
+        del self._pins[report.job_id]
         self.pinned_blocks -= len(pin.blocks)
         self._pool.free_blocks(reversed(pin.blocks))  # tails become free first
         self._counters[f"stores_{report.end.value}"] += 1
@@ -125,26 +146,46 @@ class Stores:
         if progress.last_hash and chain[at - HASH_BYTES : at] != progress.last_hash:
             progress.stored = 0
         start = max(progress.stored, min(self._lookups.known_chunks(request_id), complete))
-        per_chunk = active.chunk_tokens // active.block_size
+        per_chunk = sum(active.chunk_tokens // group.block_size for group in active.groups)
         room = int(self._pool.num_gpu_blocks * self._options.pinned_fraction) - self.pinned_blocks
         end = min(complete, start + max(0, room) // per_chunk)
         self._counters["chunks_skipped_pins"] += complete - max(start, end)
         if end <= start:
             return None
-        table = output.kv_connector_block_state.get_block_ids(request_id)
-        blocks = tuple(self._pool.blocks[block] for block in table[0][start * per_chunk : end * per_chunk])
-        if len(blocks) != (end - start) * per_chunk or any(block.is_null for block in blocks):
-            raise RuntimeError(f"request {request_id} has {len(blocks)} blocks for chunks {start} to {end}")
-        job = StoreJob(
-            self._next_job,
-            chain[: end * HASH_BYTES],
-            start,
-            tuple(block.block_id for block in blocks),
-            active.generation,
-        )
+        block_ids = output.kv_connector_block_state.get_block_ids(request_id)
+        table = active.table(block_ids, start * active.chunk_tokens, end * active.chunk_tokens)
+        if sum(map(len, table)) != (end - start) * per_chunk:
+            raise RuntimeError(f"request {request_id} has {sum(map(len, table))} blocks for chunks {start} to {end}")
+        usable = self._usable(table, start, end, active)
+        self._counters["chunks_skipped_window"] += end - usable
+        if usable <= start:
+            return None
+        if usable < end:
+            end, table = usable, active.table(block_ids, start * active.chunk_tokens, usable * active.chunk_tokens)
+        blocks = tuple(self._pool.blocks[block] for block in present(table))
+        job = StoreJob(self._next_job, chain[: end * HASH_BYTES], start, table, active.generation)
         self._pool.touch(blocks)
-        self._pins[job.job_id] = _Pin(request_id, blocks, end - start)
+        self._pins[job.job_id] = _Pin(request_id, blocks, self._ranks)
         self.pinned_blocks += len(blocks)
         self._next_job += 1
         progress.stored, progress.last_hash = end, chain[(end - 1) * HASH_BYTES : end * HASH_BYTES]
         return job
+
+    def _usable(self, table: BlockTable, start: int, end: int, active: Active) -> int:
+        """The chunk before which all have what a hit that ends with them needs."""
+        for chunk, part in enumerate(chunks(table, end - start), start):
+            for group, ids in zip(active.groups, part, strict=True):
+                first, tokens = chunk * len(ids), (chunk + 1) * active.chunk_tokens
+                if any(block == ABSENT and group.needs(first + n, tokens) for n, block in enumerate(ids)):
+                    return chunk
+        return end
+
+
+def _worse(one: StoreReport | None, other: StoreReport) -> StoreReport:
+    """What of two ranks' reports holds for the job: a chunk is stored if all ranks stored it."""
+    if one is None:
+        return other
+    ends = list(StoreEnd)
+    end = max(one.end, other.end, key=ends.index)
+    missing = [report.missing for report in (one, other) if report.end is StoreEnd.ORPHAN and report.missing >= 0]
+    return StoreReport(other.job_id, end, min(one.stored, other.stored), min(missing, default=-1))

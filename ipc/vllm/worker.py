@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvkeep.ipc.vllm import clients, identity, pages
 from kvkeep.ipc.vllm.copies import CopyThreads
+from kvkeep.ipc.vllm.groups import present
 from kvkeep.ipc.vllm.guard import Guard
 from kvkeep.ipc.vllm.metadata import (
     KVKeepMetadata,
@@ -22,6 +23,7 @@ from kvkeep.ipc.vllm.metadata import (
     WorkerFacts,
 )
 from kvkeep.ipc.vllm.options import Options
+from kvkeep.ipc.vllm.ranks import Rank
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +37,8 @@ class WorkerHalf:
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, options: Options, guard: Guard) -> None:
         self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
         self._options, self._guard = options, guard
-        self._rank = 0  # one rank in this version
+        self._multi = len(kv_cache_config.kv_cache_groups) > 1
+        self._rank = Rank()
         self._client: Any = None
         self._facts: WorkerFacts | None = None
         self._namespace: NamespaceSpec | None = None
@@ -51,15 +54,16 @@ class WorkerHalf:
         try:
             memory = pages.from_vllm(kv_caches, self._kv_cache_config)
         except pages.UnknownLayout as sentence:
-            self._facts = WorkerFacts(str(sentence), 0, {})
+            self._facts = WorkerFacts(str(sentence), (), {})
             return
-        layout = {"planes": memory.describe(), **identity.describe_platform(self._vllm_config, list(kv_caches))}
-        self._facts = WorkerFacts("", memory.page_bytes, layout)
-        self._client = clients.attach(self._options, f"vllm worker {self._rank}")
+        layout = {"groups": memory.describe(), **identity.describe_platform(self._vllm_config, list(kv_caches))}
+        self._facts = WorkerFacts("", memory.block_bytes, layout)
+        self._rank = Rank.of_this_process(self._vllm_config, self._kv_cache_config)
+        self._client = clients.attach(self._options, f"vllm worker {self._rank.rank}")
         self.copies = CopyThreads(
             self._client,
             memory,
-            rank=self._rank,
+            shard=self._rank.shard,
             load_threads=self._options.load_threads,
             deadline_s=self._options.transfer_deadline_s,
             log=self._guard.note,
@@ -82,6 +86,8 @@ class WorkerHalf:
                 self._lost_loads.append(job)
 
     def start_stores(self, metadata: KVKeepMetadata) -> None:
+        if not self._rank.stores:
+            return
         for job in metadata.stores:
             try:
                 assert self.copies is not None
@@ -93,29 +99,35 @@ class WorkerHalf:
                 self._guard.note("submit_store", error)
                 self._lost_stores.append(StoreReport(job.job_id, StoreEnd.FAILED))
 
-    def take_finished_loads(self, finished_requests: set[str]) -> set[str]:
-        """Request ids whose load has ended; what failed waits in `take_invalid_blocks`."""
+    def take_finished_loads(self, finished_requests: set[str]) -> tuple[set[str], set[str]]:
+        """Request ids whose load has ended, and those of them that failed altogether.  With one KV cache group what is
+        good of a load counts: its other blocks wait in `take_invalid_blocks`, and it is not among the failed."""
         if self.copies is None:
-            return set()
+            return set(), set()
         for request_id in finished_requests:
             self.copies.cancel_load(request_id)
         if self._rests:
             self.copies.rest(REST_S)
         ended, stores = self.copies.take_ended()
-        reports = []
+        reports: list[LoadReport] = []
+        invalid: set[int] = set()
         for end in ended:
             bad = end.bad_blocks
             if not bad and end.job.generation != self._generation:
-                bad = end.job.block_ids  # the cache was reset while it was under way
-            self._invalid_blocks.update(bad)
+                bad = present(end.job.blocks)  # the cache was reset while it was under way
+            invalid.update(bad)
             reports.append(LoadReport(end.job.request_id, not bad, end.confirmed))
         for job in self._lost_loads:
-            self._invalid_blocks.update(job.block_ids)
+            invalid.update(present(job.blocks))
             reports.append(LoadReport(job.request_id, False, False))
         self._report.loads += reports
         self._report.stores += stores + self._lost_stores
         self._lost_loads, self._lost_stores = [], []
-        return {report.request_id for report in reports}
+        finished = {report.request_id for report in reports}
+        if self._multi:  # vLLM takes invalid blocks for models with one group only
+            return finished, {report.request_id for report in reports if not report.ok}
+        self._invalid_blocks |= invalid
+        return finished, set()
 
     def take_invalid_blocks(self) -> set[int]:
         blocks, self._invalid_blocks = self._invalid_blocks, set()

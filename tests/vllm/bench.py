@@ -11,6 +11,7 @@ from typing import Any
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 
+from kvkeep.ipc.vllm.groups import Group
 from kvkeep.ipc.vllm.guard import Guard
 from kvkeep.ipc.vllm.lookups import Active, Lookups
 from kvkeep.ipc.vllm.options import Options
@@ -61,7 +62,7 @@ class Bench:
 
     def register(self, generation: int) -> Active:
         space = self.client.register({"generation": generation}, shard_bytes=SHARD_BYTES)
-        return Active(space, generation, CHUNK, BLOCK, BLOCK)
+        return Active(space, generation, CHUNK, (Group(BLOCK),), BLOCK)
 
     def add(self, request: Request, *, blocks: int | None = None) -> Request:
         """Arrives and is given blocks; lookups are left to the test."""

@@ -26,7 +26,7 @@ ENTRY_POINTS = (
     "request_finished",
     "start_load_kv",
     "wait_for_save",
-    "get_finished",
+    "get_transfer_results",
 )
 
 
@@ -67,6 +67,7 @@ class Host:
                 self.daemon = fake_client.FakeDaemon(**settings["fake"])
                 clients.attach = self.daemon.attach
             self.faults = faults.Faults(clients.attach)
+            self.faults.refuse_when = settings.get("refuse_when", "")
             clients.attach = self.faults.attach
         from vllm import LLM
 
@@ -93,10 +94,11 @@ class Host:
         self.longest: dict[str, float] = {}  # seconds of the longest call of each entry point of the connector
         self.busy_s = 0.0  # processor time that the engine's thread spent in the connector
         if settings.get("connector", True) and not settings.get("multiprocessing"):
-            from vllm.distributed.kv_transfer import get_kv_transfer_group
+            from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
             core = self.llm.llm_engine.engine_core.engine_core
-            for connector in (core.scheduler.connector, get_kv_transfer_group()):
+            here = (get_kv_transfer_group(),) if has_kv_transfer_group() else ()  # else each rank has its process
+            for connector in (core.scheduler.connector, *here):
                 for name in ENTRY_POINTS:
                     setattr(connector, name, self.timed(name, getattr(connector, name)))
 
@@ -172,14 +174,15 @@ class Host:
     def report(self) -> dict[str, Any]:
         core = self.llm.llm_engine.engine_core.engine_core
         scheduler = core.scheduler.connector
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
+        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-        worker = get_kv_transfer_group()
+        worker = get_kv_transfer_group() if has_kv_transfer_group() else None
         pool = core.scheduler.kv_cache_manager.block_pool
-        half, other = scheduler.scheduler, worker.worker
+        half, other = scheduler.scheduler, worker.worker if worker is not None else None
+        noted = dict(worker.guard.counters) if worker is not None else {}
         answer: dict[str, Any] = {
             "on": half is not None and half.active() is not None,
-            "guard": dict(scheduler.guard.counters) | dict(worker.guard.counters),
+            "guard": dict(scheduler.guard.counters) | noted,
             "blocks": pool.num_gpu_blocks,
             "free_blocks": pool.get_num_free_blocks(),
             "sent": dict(self.faults.sent),
@@ -189,7 +192,7 @@ class Host:
         if half is not None and half.lookups is not None:
             answer |= {
                 "counters": dict(half.counters),
-                "copies": dict(other.copies.counters),
+                "copies": dict(other.copies.counters) if other is not None else {},
                 "held": half.lookups.held(),
                 "pinned": half.stores.pinned_blocks,
             }

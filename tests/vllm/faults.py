@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import Counter
@@ -22,10 +23,11 @@ class Faults:
         self.refuse_loads = 0.0  # share of reads that are not opened
         self.slow_loads_s = 0.0  # before a read is opened
         self.slow_stores_s = 0.0  # between reservation and copy
+        self.refuse_when = ""  # while this file exists, rank 1 opens no read: reaches ranks in processes of their own
         self.raise_in = ""  # name of a client call that raises
 
     def attach(self, options: Any, label: str) -> Any:
-        return _Client(self, self._attach(options, label))
+        return _Client(self, self._attach(options, label), label)
 
     def note(self, call: str) -> None:
         self.sent[call] += 1
@@ -43,8 +45,8 @@ class Faults:
 
 
 class _Client:
-    def __init__(self, faults: Faults, inner: Any) -> None:
-        self._faults, self._inner = faults, inner
+    def __init__(self, faults: Faults, inner: Any, label: str) -> None:
+        self._faults, self._inner, self._label = faults, inner, label
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -61,6 +63,8 @@ class _Client:
         self._faults.note("open_read")
         time.sleep(self._faults.slow_loads_s)
         if self._faults.happens(self._faults.refuse_loads):
+            return None
+        if self._label.endswith(" 1") and os.path.exists(self._faults.refuse_when):
             return None
         reading = self._inner.open_read(*args, **kwargs)
         if reading is not None and self._faults.happens(self._faults.fail_loads):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, KVConnectorTransferResults
 
 import kvkeep.ipc.vllm
 from kvkeep.ipc.vllm.connector import KVKeepConnector
@@ -28,7 +28,7 @@ ENTRY_POINTS: dict[str, tuple[tuple[Any, ...], Any]] = {
     "wait_for_layer_load": (("l",), None),
     "save_kv_layer": (("l", None, None), None),
     "wait_for_save": ((), None),
-    "get_finished": (({"r"},), (None, None)),
+    "get_transfer_results": (({"r"},), KVConnectorTransferResults()),
     "get_block_ids_with_load_errors": ((), set()),
     "build_connector_worker_meta": ((), None),
     "handle_preemptions": ((None,), None),
@@ -40,6 +40,7 @@ ENTRY_POINTS: dict[str, tuple[tuple[Any, ...], Any]] = {
     "build_connector_meta": ((None,), KVKeepMetadata()),
     "update_connector_output": ((SimpleNamespace(kv_connector_worker_meta=None),), None),
     "request_finished": ((None, []), (False, None)),
+    "request_finished_all_groups": ((None, ([],)), (False, None)),
     "has_pending_push_work": ((), False),
     "shutdown": ((), None),
 }

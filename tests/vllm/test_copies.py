@@ -13,6 +13,7 @@ import pytest
 
 from kvkeep.ipc.messages import HASH_BYTES
 from kvkeep.ipc.vllm.copies import CopyThreads, LoadEnd
+from kvkeep.ipc.vllm.groups import ABSENT
 from kvkeep.ipc.vllm.guard import Guard
 from kvkeep.ipc.vllm.metadata import LoadJob, NamespaceSpec, StoreEnd, StoreJob, StoreReport
 from kvkeep.ipc.vllm.pages import Pages, Plane
@@ -24,13 +25,13 @@ LAYERS, BLOCKS, PAGE, PER_CHUNK = 2, 32, 64, 4
 class Rig:
     def __init__(self, deadline_s: float = 5.0) -> None:
         self.memory = np.random.default_rng(1).integers(0, 256, (LAYERS, BLOCKS, PAGE), dtype=np.uint8)
-        pages = Pages([Plane(self.memory)])
+        pages = Pages([[Plane(self.memory)]], [16])
         self.daemon, self.guard = FakeDaemon(), Guard(print)
         self.client = FakeClient(self.daemon)
-        self.spec = NamespaceSpec({"model": "m"}, pages.shard_bytes(PER_CHUNK), 1, 64, 0)
+        self.spec = NamespaceSpec({"model": "m"}, pages.bytes_of(((0,) * PER_CHUNK,)), 1, 64, 0)
         self.space = self.client.register(self.spec.manifest, shard_bytes=self.spec.shard_bytes)
         self.copies = CopyThreads(
-            self.client, pages, rank=0, load_threads=2, deadline_s=deadline_s, log=self.guard.note
+            self.client, pages, shard=0, load_threads=2, deadline_s=deadline_s, log=self.guard.note
         )
 
     def hashes(self, chunks: int, name: str = "h") -> bytes:
@@ -38,7 +39,7 @@ class Rig:
 
     def store(self, job_id: int, chunks: int, first_block: int, start: int = 0, name: str = "h") -> StoreReport:
         ids = tuple(range(first_block, first_block + (chunks - start) * PER_CHUNK))
-        self.copies.submit_store(StoreJob(job_id, self.hashes(chunks, name), start, ids, 0), self.spec)
+        self.copies.submit_store(StoreJob(job_id, self.hashes(chunks, name), start, (ids,), 0), self.spec)
         return self.collect(stores=1)[1][0]
 
     def handle(self, chunks: int) -> int:
@@ -77,8 +78,7 @@ def load(rig: Rig, chunks: int, blocks: list[int], **changes: Any) -> LoadJob:
         "handle": rig.handle(chunks),
         "first_chunk": 0,
         "chunks": chunks,
-        "skip_blocks": 0,
-        "block_ids": tuple(blocks),
+        "blocks": (tuple(blocks),),
         "generation": 0,
     }
     return LoadJob(**fields | changes)
@@ -98,8 +98,8 @@ def test_what_was_stored_is_what_is_loaded(rig: Rig) -> None:
 def test_a_load_from_inside_a_chunk_writes_only_what_was_asked(rig: Rig) -> None:
     rig.store(1, 3, first_block=0)
     before = rig.memory.copy()
-    job = load(rig, 3, [20, 21, 22, 23, 24, 25], first_chunk=1)
-    rig.copies.submit_load(dataclasses.replace(job, chunks=2, skip_blocks=2))
+    job = load(rig, 3, [ABSENT, ABSENT, 20, 21, 22, 23, 24, 25], first_chunk=1)
+    rig.copies.submit_load(dataclasses.replace(job, chunks=2))
     rig.collect(loads=1)
     for n, target in enumerate(range(20, 26)):
         assert np.array_equal(rig.memory[:, target], before[:, 6 + n])

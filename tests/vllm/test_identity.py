@@ -11,12 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 
 from kvkeep.ipc.keys import canonical
 from kvkeep.ipc.vllm import fingerprint, identity
 
-LAYOUT = {"planes": [{"layers": 3, "page_bytes": 16384}], "platform": "cpu", "backends": ["CPU_ATTN"], "cpu": "x86_64"}
+LAYOUT = {
+    "groups": [{"planes": [{"layers": 3, "page_bytes": 16384}]}],
+    "platform": "cpu",
+    "backends": ["CPU_ATTN"],
+    "cpu": "x86_64",
+}
 
 
 def write_weights(folder: Path, *, value: int = 1, name: str = "model.safetensors") -> None:
@@ -29,7 +34,11 @@ def engine(folder: Path) -> tuple[Any, Any]:
     """The parts of VllmConfig and KVCacheConfig that matter here."""
     spec = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32)
     group = SimpleNamespace(
-        kv_cache_spec=spec, layer_names=["l.0", "l.1", "l.2"], enable_kv_transfer=True, host_resident=False
+        kv_cache_spec=spec,
+        layer_names=["l.0", "l.1", "l.2"],
+        enable_kv_transfer=True,
+        host_resident=False,
+        is_eagle_group=False,
     )
     hf = {"model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
     model = SimpleNamespace(
@@ -53,12 +62,16 @@ def engine(folder: Path) -> tuple[Any, Any]:
         load_config=SimpleNamespace(load_format="auto"),
         speculative_config=None,
     )
-    kv = SimpleNamespace(kv_cache_groups=[group], kv_cache_layout="LBHNC", hash_block_size=32)
+    kv = SimpleNamespace(kv_cache_groups=[group], kv_cache_layout="LBHNC", hash_block_size=32, kv_tp_replicas=1)
     return config, kv
 
 
 def digest(config: Any, kv: Any, layout: dict[str, Any] = LAYOUT, chunk: int = 256, epoch: str = "") -> bytes:
     return canonical(identity.manifest(config, kv, layout, chunk, epoch))
+
+
+def sliding(window: int) -> SlidingWindowSpec:
+    return SlidingWindowSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32, sliding_window=window)
 
 
 CHANGES: dict[str, Callable[[Any, Any], None]] = {
@@ -74,6 +87,9 @@ CHANGES: dict[str, Callable[[Any, Any], None]] = {
     "context parallel": lambda c, k: setattr(c.parallel_config, "decode_context_parallel_size", 2),
     "layout": lambda c, k: setattr(k, "kv_cache_layout", "LBNHC"),
     "hash block size": lambda c, k: setattr(k, "hash_block_size", 16),
+    "one more group": lambda c, k: k.kv_cache_groups.append(k.kv_cache_groups[0]),
+    "a sliding window": lambda c, k: setattr(k.kv_cache_groups[0], "kv_cache_spec", sliding(128)),
+    "ranks with the same KV": lambda c, k: setattr(k, "kv_tp_replicas", 2),
     "layers": lambda c, k: k.kv_cache_groups[0].layer_names.append("l.3"),
     "heads": lambda c, k: setattr(
         k.kv_cache_groups[0],
@@ -132,20 +148,16 @@ def test_the_longest_context_matters_where_rotary_embeddings_depend_on_it(tmp_pa
         assert (digest(config, kv) != before) is matters
 
 
-def one_more_group(config: Any, kv: Any) -> None:
-    kv.kv_cache_groups.append(kv.kv_cache_groups[0])
-
-
-def sliding(config: Any, kv: Any) -> None:
-    kv.kv_cache_groups[0].kv_cache_spec = SlidingWindowSpec(
-        block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32, sliding_window=128
+def chunked(config: Any, kv: Any) -> None:
+    other = ChunkedLocalAttentionSpec(
+        block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32, attention_chunk_size=128
     )
+    kv.kv_cache_groups.append(SimpleNamespace(kv_cache_spec=other, layer_names=["l.3"]))
 
 
 REFUSALS: dict[str, Callable[[Any, Any], None]] = {
-    "2 KV cache groups": one_more_group,
-    "SlidingWindowSpec": sliding,
-    "tensor_parallel_size is 2": lambda c, k: setattr(c.parallel_config, "tensor_parallel_size", 2),
+    "has a ChunkedLocalAttentionSpec": chunked,
+    "on 2 nodes": lambda c, k: setattr(c.parallel_config, "nnodes_within_dp", 2),
     "pipeline_parallel_size is 2": lambda c, k: setattr(c.parallel_config, "pipeline_parallel_size", 2),
     "decode_context_parallel_size is 2": lambda c, k: setattr(c.parallel_config, "decode_context_parallel_size", 2),
     "whose seed is random": lambda c, k: setattr(c.cache_config, "prefix_caching_hash_algo", "xxhash"),

@@ -4,6 +4,7 @@ import gc
 
 import pytest
 
+from kvkeep.ipc.vllm.groups import ABSENT
 from kvkeep.ipc.vllm.metadata import LoadReport
 from tests.vllm.bench import BLOCK, CHUNK, PER_CHUNK, Bench, Request
 
@@ -76,9 +77,9 @@ def test_only_the_blocks_after_the_local_hit_are_loaded(bench: Bench) -> None:
     assert tokens is not None
     admit(bench, request, tokens)
     (job,) = bench.lookups.take_new_loads()
-    assert (job.first_chunk, job.chunks, job.skip_blocks) == (1, 3, 1)
+    assert (job.first_chunk, job.chunks) == (1, 3)
     table = [block.block_id for block in bench.tables["a"]]
-    assert list(job.block_ids) == table[PER_CHUNK + 1 : 4 * PER_CHUNK]
+    assert job.blocks == ((ABSENT, *table[PER_CHUNK + 1 : 4 * PER_CHUNK]),)
     assert bench.lookups.take_new_loads() == ()
 
 
@@ -156,7 +157,7 @@ def test_an_admission_that_does_not_fit_the_answer_becomes_a_failed_load(bench: 
     admit(bench, request, 3 * CHUNK)
     (job,) = bench.lookups.take_new_loads()
     assert job.handle == 0
-    assert set(job.block_ids) == {block.block_id for block in bench.tables["a"]}
+    assert set(job.blocks[0]) == {block.block_id for block in bench.tables["a"]}
     assert sum(bench.guard.counters.values()) == 1
     gc.collect()
     assert bench.daemon.references() == 0

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvkeep.ipc.vllm.groups import ABSENT
 from kvkeep.ipc.vllm.pages import Pages, Plane, UnknownLayout, from_vllm, runs
 
 LAYERS, BLOCKS, HEADS, SLOTS, CONTENT = 3, 20, 2, 4, 8
@@ -35,8 +36,8 @@ def engine_memory(order: str, *, padding: int = 0) -> tuple[dict[str, torch.Tens
         for block in range(BLOCKS):
             views[name][block] = torch.from_numpy(content(n, block).view(np.float32).reshape(HEADS, SLOTS, CONTENT))
     tensor = SimpleNamespace(layers=names, layer_stride=layer_stride, block_stride=block_stride, offset=0)
-    spec = SimpleNamespace(page_size_bytes=stride)
-    group = SimpleNamespace(kv_cache_spec=spec)
+    spec = SimpleNamespace(page_size_bytes=stride, block_size=SLOTS)
+    group = SimpleNamespace(kv_cache_spec=spec, layer_names=names)
     return views, SimpleNamespace(num_blocks=BLOCKS, kv_cache_tensors=[tensor], kv_cache_groups=[group])
 
 
@@ -46,9 +47,9 @@ def test_a_chunk_comes_back_into_other_blocks_byte_for_byte(order: str, padding:
     views, config = engine_memory(order, padding=padding)
     pages = from_vllm(views, config)
     source, target = random.Random(3).sample(range(BLOCKS), 8)[:4], [1, 2, 17, 9]
-    extent = np.zeros(pages.shard_bytes(4), np.uint8)
-    pages.gather(extent, source)
-    pages.scatter(extent, target)
+    extent = np.zeros(pages.bytes_of(((0,) * 4,)), np.uint8)
+    pages.gather(extent, (source,))
+    pages.scatter(extent, (target,))
     for layer, view in enumerate(views.values()):
         for old, new in zip(source, target, strict=True):
             # a source block that is also a target was overwritten: compare with its content
@@ -59,8 +60,8 @@ def test_the_extent_does_not_depend_on_how_the_engine_lays_its_memory_out() -> N
     extents = []
     for order in ("LB", "BL"):
         pages = from_vllm(*engine_memory(order))
-        extent = np.zeros(pages.shard_bytes(3), np.uint8)
-        pages.gather(extent, [4, 5, 11])
+        extent = np.zeros(pages.bytes_of(((0,) * 3,)), np.uint8)
+        pages.gather(extent, ([4, 5, 11],))
         extents.append(extent.tobytes())
     assert extents[0] == extents[1]
 
@@ -68,9 +69,9 @@ def test_the_extent_does_not_depend_on_how_the_engine_lays_its_memory_out() -> N
 def test_a_partial_load_leaves_the_blocks_before_it_alone() -> None:
     views, config = engine_memory("LB")
     pages = from_vllm(views, config)
-    extent = np.zeros(pages.shard_bytes(4), np.uint8)
-    pages.gather(extent, [0, 1, 2, 3])
-    pages.scatter(extent, [10, 11], skip=2)
+    extent = np.zeros(pages.bytes_of(((0,) * 4,)), np.uint8)
+    pages.gather(extent, ([0, 1, 2, 3],))
+    pages.scatter(extent, ([ABSENT, ABSENT, 10, 11],))
     wanted = list(range(BLOCKS))
     wanted[10:12] = [2, 3]
     for block, origin in enumerate(wanted):
@@ -79,9 +80,9 @@ def test_a_partial_load_leaves_the_blocks_before_it_alone() -> None:
 
 def test_several_planes_follow_each_other_in_the_extent() -> None:
     memory = np.arange(2 * 6 * 4 + 6 * 8, dtype=np.uint8)
-    pages = Pages([Plane(memory[:48].reshape(2, 6, 4)), Plane(memory[48:].reshape(1, 6, 8))])
-    extent = np.zeros(pages.shard_bytes(2), np.uint8)
-    pages.gather(extent, [1, 4])
+    pages = Pages([[Plane(memory[:48].reshape(2, 6, 4)), Plane(memory[48:].reshape(1, 6, 8))]], [16])
+    extent = np.zeros(pages.bytes_of(((0,) * 2,)), np.uint8)
+    pages.gather(extent, ([1, 4],))
     wanted = [memory[4:8], memory[16:20], memory[28:32], memory[40:44], memory[56:64], memory[80:88]]
     assert np.array_equal(extent, np.concatenate(wanted))
 
@@ -93,7 +94,7 @@ def test_consecutive_blocks_are_one_copy() -> None:
 def test_an_extent_of_another_size_is_refused() -> None:
     pages = from_vllm(*engine_memory("LB"))
     with pytest.raises(ValueError, match="bytes"):
-        pages.gather(np.zeros(10, np.uint8), [1])
+        pages.gather(np.zeros(10, np.uint8), ([1],))
 
 
 def test_memory_that_does_not_lie_as_described_is_refused() -> None:

@@ -55,7 +55,7 @@ def test_the_blocks_of_a_job_are_pinned_until_it_is_reported(bench: Bench) -> No
     assert bench.pool.get_num_free_blocks() == free  # finished, and not one block given back
     assert bench.stores.pending()
     given = {block.block_id for block in bench.pool.get_new_blocks(free)}
-    assert given.isdisjoint(job.block_ids)
+    assert given.isdisjoint(job.blocks[0])
     report(bench, job)
     assert bench.pool.get_num_free_blocks() == 2 * PER_CHUNK
     assert not bench.stores.pending()
@@ -158,7 +158,7 @@ def test_a_decode_step_looks_at_nothing(bench: Bench) -> None:
 
 def test_a_request_that_cannot_be_stored_does_not_take_others_with_it(bench: Bench) -> None:
     good, bad, last = (bench.add(Request(name, CHUNK, prompt=name)) for name in ("good", "bad", "last"))
-    bench.tables["bad"][1] = bench.pool.null_block
+    bench.pool.free_blocks([bench.tables["bad"].pop()])
     jobs = bench.stores.new_jobs(bench.output({good: CHUNK, bad: CHUNK, last: CHUNK}), bench.active)
     assert len(jobs) == 2
     assert bench.stores.pinned_blocks == 2 * PER_CHUNK

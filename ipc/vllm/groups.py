@@ -1,0 +1,76 @@
+"""KV cache groups: sets of layers that share a block table, and what of their blocks a hit needs.
+
+A chunk holds the blocks of all groups for its tokens.  A group with a sliding window has let go of blocks that no later
+token can see, so a chunk need not have them either: a hit that ends with this chunk, or with a later one, needs only
+those that reach into the window before the chunk's end.  What a chunk does not have is `ABSENT`, zeros in its extent.
+
+vLLM drops a block once all its tokens are ``window - 1`` and more before the next token (SlidingWindowManager); we ask
+for one token more, since after a hit of the whole prompt the last token is computed once again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+ABSENT = -1  # in place of a block id: nothing to copy
+
+BlockTable = tuple[tuple[int, ...], ...]  # per group
+
+
+@dataclass(frozen=True)
+class Group:
+    block_size: int  # tokens
+    window: int = 0  # tokens before the end of a hit that are needed; 0 = all
+
+    def needs(self, block: int, end: int) -> bool:
+        """Whether a hit that ends after ``end`` tokens reads the block at this position of the table."""
+        return not self.window or (block + 1) * self.block_size > end - self.window
+
+    def lacks_last(self, end: int) -> bool:
+        """Whether the engine has no block for the first token that the last one of ``end`` tokens sees."""
+        return bool(self.window) and end > self.window and (end - self.window + 1) % self.block_size == 0
+
+
+def groups_of(config: KVCacheConfig) -> tuple[Group, ...]:
+    return tuple(
+        Group(group.kv_cache_spec.block_size, _window(group.kv_cache_spec)) for group in config.kv_cache_groups
+    )
+
+
+def _window(spec: Any) -> int:
+    if type(spec).__name__ != "SlidingWindowSpec":
+        return 0
+    return int(spec.sliding_window + spec.extra_retained_tokens)
+
+
+def alignment(groups: Sequence[Group]) -> int:
+    """What a number of tokens must be a multiple of to end at a block's end in every group."""
+    return math.lcm(*(group.block_size for group in groups))
+
+
+def cut(table: BlockTable, groups: Sequence[Group], start: int, end: int) -> BlockTable:
+    """The blocks of tokens ``start`` to ``end``, both multiples of the alignment."""
+    return tuple(
+        tuple(blocks[start // group.block_size : end // group.block_size])
+        for blocks, group in zip(table, groups, strict=True)
+    )
+
+
+def chunks(table: BlockTable, count: int) -> list[BlockTable]:
+    """The blocks of each of ``count`` chunks of equal length."""
+    per_chunk = [len(blocks) // count for blocks in table]
+    return [
+        tuple(blocks[n * size : (n + 1) * size] for blocks, size in zip(table, per_chunk, strict=True))
+        for n in range(count)
+    ]
+
+
+def present(table: BlockTable) -> tuple[int, ...]:
+    """Every block id in it; a block belongs to one group at a time."""
+    return tuple(block for blocks in table for block in blocks if block != ABSENT)

@@ -1,0 +1,179 @@
+"""Each kind of model and of parallelism: what a second engine is served is right, and what is left over is nothing.
+
+The first engine computes whole prompts, the second in pieces of 96 tokens, so that windows pass while it stores.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from kvkeep.ipc.client import Client
+from tests.conftest import Daemon, unique_name
+from tests.vllm import tiny_model
+from tests.vllm.engines import Engine
+from tests.vllm.helpers import assert_nothing_held, assert_same_outputs
+from tests.vllm.tiny_model import prompt
+
+CHUNK = 64
+PIECES = {"max_num_batched_tokens": 96}
+TP = {"tensor_parallel_size": 2}
+TP_CORES = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+
+
+@dataclass(frozen=True)
+class Family:
+    build: Callable[[Path], Path]
+    engine: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+FAMILIES: dict[str, Family] = {
+    "gemma3": Family(tiny_model.gemma3),
+    "gemma3, a window that is no multiple of a block": Family(lambda f: tiny_model.gemma3(f, window=97)),
+    "gemma3, a window longer than most prompts": Family(lambda f: tiny_model.gemma3(f, window=513)),
+    "mla": Family(tiny_model.mla),
+    "fp8": Family(tiny_model.build, engine={"kv_cache_dtype": "fp8"}),
+    "two ranks": Family(tiny_model.build, engine=TP, environment=TP_CORES),
+    "mla, two ranks": Family(tiny_model.mla, engine=TP, environment=TP_CORES),
+    "gemma3, two ranks": Family(tiny_model.gemma3, engine=TP, environment=TP_CORES),
+}
+
+
+class Trio(NamedTuple):
+    family: Family
+    reference: Engine
+    first: Engine
+    second: Engine
+    daemon: Daemon
+    refused: Path  # see Faults.refuse_when
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def trio(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trio]:
+    family = FAMILIES[request.param]
+    folder = tmp_path_factory.mktemp("family")
+    model = family.build(folder / "model")
+    name = unique_name("family")
+    daemon = Daemon(folder / name, name, l1_mib=512)
+
+    def engine(label: str, more: dict[str, Any], **settings: Any) -> Engine:
+        return Engine(
+            folder / f"{label}.log", model, environment=family.environment, engine=family.engine | more, **settings
+        )
+
+    options = {"kvkeep.run_dir": str(daemon.run_dir)}
+    refused = folder / "refused"
+    with contextlib.ExitStack() as stack:
+        stack.callback(daemon.remove)
+        daemon.start()
+        engines = [
+            engine("reference", {}, connector=False),
+            engine("first", {}, options=options, refuse_when=str(refused)),
+            engine("second", PIECES, options=options),
+        ]
+        for started in engines:
+            stack.callback(started.close)
+        yield Trio(family, *(started.ready() for started in engines), daemon, refused)
+
+
+def hits_of(engine: Engine, prompts: list[list[int]], **arguments: Any) -> tuple[int, list[dict[str, Any]]]:
+    before = engine.external_hits()
+    answers = engine.generate(prompts, **arguments)
+    return engine.external_hits() - before, answers
+
+
+def test_the_engine_uses_the_cache(trio: Trio) -> None:
+    for engine in (trio.first, trio.second):
+        report = engine.ask("report")
+        assert report["on"], engine.tail()
+        assert report["guard"] == {}
+
+
+@pytest.mark.parametrize("length", [CHUNK, 4 * CHUNK - 1, 4 * CHUNK, 4 * CHUNK + 1, 1500])
+def test_the_second_engine_is_served_what_the_first_stored(trio: Trio, length: int) -> None:
+    prompts = [prompt(100 + length, length)]
+    wanted = trio.reference.generate(prompts)
+    assert_same_outputs(trio.first.generate(prompts), wanted)
+    trio.first.ask("settle")
+    hits, answers = hits_of(trio.second, prompts)
+    assert hits == length // CHUNK * CHUNK
+    assert_same_outputs(answers, wanted)
+    assert_nothing_held(trio.second.ask("settle"))
+
+
+def test_what_was_stored_in_pieces_serves_prompts_of_every_length(trio: Trio) -> None:
+    """A hit may end with any chunk, also long before the end of the prompt that was stored."""
+    whole = prompt(2000, 15 * CHUNK)
+    trio.second.generate([whole])
+    trio.second.ask("settle")
+    for length in (CHUNK + 5, 3 * CHUNK, 6 * CHUNK + 1, 11 * CHUNK + 40):
+        part = whole[:length] + prompt(2001, 20)
+        wanted = trio.reference.generate([part])
+        hits, answers = hits_of(trio.first, [part])
+        assert hits == length // CHUNK * CHUNK
+        assert_same_outputs(answers, wanted)
+        assert trio.first.ask("forget_local")
+
+
+def test_a_local_hit_is_completed_from_the_cache(trio: Trio) -> None:
+    whole = prompt(3000, 9 * CHUNK)
+    wanted = trio.reference.generate([whole])
+    trio.first.generate([whole])
+    trio.first.ask("settle")
+    trio.second.generate([whole[: 3 * CHUNK + 37]])
+    trio.second.ask("settle")
+    hits, answers = hits_of(trio.second, [whole])
+    assert hits in (6 * CHUNK, 6 * CHUNK - 32)
+    assert_same_outputs(answers, wanted)
+
+
+def test_eight_requests_at_once(trio: Trio) -> None:
+    prompts = [prompt(4000 + n, 3 * CHUNK + 31 * n) for n in range(8)]
+    wanted = trio.reference.generate(prompts, max_tokens=24)
+    assert_same_outputs(trio.second.generate(prompts, max_tokens=24), wanted)
+    trio.second.ask("settle")
+    hits, answers = hits_of(trio.first, prompts, max_tokens=24)
+    assert hits == sum(len(p) // CHUNK * CHUNK for p in prompts)
+    assert_same_outputs(answers, wanted)
+
+
+def test_a_failed_load_is_computed_instead(trio: Trio) -> None:
+    prompts = [prompt(5000 + n, 5 * CHUNK + n) for n in range(3)]
+    wanted = trio.reference.generate(prompts)
+    trio.first.generate(prompts)
+    trio.first.ask("settle")
+    assert trio.first.ask("forget_local")
+    failed = trio.first.ask("report")["counters"].get("loads_failed", 0)
+    with fault(trio):
+        assert_same_outputs(trio.first.generate(prompts), wanted)
+    report = trio.first.ask("settle")
+    assert report["counters"]["loads_failed"] - failed == 3
+    assert_nothing_held(report)
+
+
+@contextlib.contextmanager
+def fault(trio: Trio) -> Iterator[None]:
+    """Every load gives wrong bytes and knows it; with two ranks, the second of them cannot read."""
+    if trio.family.environment:
+        trio.refused.touch()
+        yield
+        trio.refused.unlink()
+    else:
+        trio.first.ask("fault", fail_loads=1.0)
+        yield
+        trio.first.ask("fault", fail_loads=0.0)
+
+
+def test_at_the_end_nothing_is_held(trio: Trio) -> None:
+    for engine in (trio.first, trio.second):
+        assert_nothing_held(engine.ask("settle"))
+    with Client.attach(trio.daemon.run_dir) as client:
+        assert client.check() == {"ok": True, "problem": ""}
+        stats = client.stats()
+        assert stats["l1"]["references"] == 0
