@@ -10,7 +10,7 @@ All loads are asynchronous; `wait_for_layer_load` and `save_kv_layer` do nothing
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -26,6 +26,7 @@ from kvkeep.ipc.vllm import identity, options
 from kvkeep.ipc.vllm.guard import Guard
 from kvkeep.ipc.vllm.metadata import KVKeepMetadata, KVKeepWorkerMetadata, WorkerFacts
 from kvkeep.ipc.vllm.scheduler import SchedulerHalf
+from kvkeep.ipc.vllm.stats import KVKeepProm, KVKeepStats, Tier
 from kvkeep.ipc.vllm.worker import WorkerHalf
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.kvkeep")
 
 Method = TypeVar("Method", bound=Callable[..., Any])
+SOURCES = {Tier.L1: CacheHitSource.HOST, Tier.L2: CacheHitSource.DISK}
 
 
 def guarded(default: Callable[[], Any]) -> Callable[[Method], Method]:
@@ -192,6 +194,11 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self.scheduler is not None:
             self.scheduler.after_alloc(request, blocks, num_external_tokens)
 
+    @guarded(dict)
+    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
+        found = self.scheduler.tokens_by_tier(request) if self.scheduler is not None else {}
+        return {SOURCES[tier]: tokens for tier, tokens in found.items() if tokens}
+
     @guarded(KVKeepMetadata)
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         return self.scheduler.step_metadata(scheduler_output) if self.scheduler is not None else KVKeepMetadata()
@@ -199,8 +206,8 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @guarded(nothing)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         report = connector_output.kv_connector_worker_meta
-        if self.scheduler is not None and isinstance(report, KVKeepWorkerMetadata):
-            self.scheduler.on_worker_report(report)
+        if self.scheduler is not None:
+            self.scheduler.on_output(report if isinstance(report, KVKeepWorkerMetadata) else None)
 
     @guarded(lambda: (False, None))
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -222,6 +229,31 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @guarded(lambda: False)
     def reset_cache(self) -> bool | None:
         return self.scheduler.reset() if self.scheduler is not None else True
+
+    # ---- metrics and events ------------------------------------------------------------------------------------------
+
+    @guarded(nothing)
+    def get_kv_connector_stats(self) -> KVKeepStats | None:
+        """The scheduler half counts everything (stats.py)."""
+        return self.scheduler.take_stats() if self.scheduler is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVKeepStats:
+        return KVKeepStats.of(data) if data is not None else KVKeepStats()
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVKeepProm:
+        return KVKeepProm(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @guarded(tuple)
+    def take_events(self) -> Iterable[Any]:
+        return self.scheduler.take_events() if self.scheduler is not None else ()
 
     # ---- both --------------------------------------------------------------------------------------------------------
 

@@ -16,13 +16,13 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.ipc.messages import HASH_BYTES, Outcome, Verdict
 from kvkeep.ipc.vllm.groups import chunks, present
-from kvkeep.ipc.vllm.metadata import LoadJob, NamespaceSpec, StoreEnd, StoreJob, StoreReport
+from kvkeep.ipc.vllm.metadata import LoadFailure, LoadJob, NamespaceSpec, StoreEnd, StoreJob, StoreReport
 
 if TYPE_CHECKING:
     from kvkeep.ipc.vllm.pages import Pages
@@ -54,6 +54,14 @@ class LoadEnd:
     job: LoadJob
     bad_blocks: tuple[int, ...]  # empty = every byte is right
     confirmed: bool
+    failure: LoadFailure | None = None
+    good_chunks: int = 0  # leading ones
+    seconds: float = 0.0  # since its submission
+
+    @classmethod
+    def failed(cls, job: LoadJob, why: LoadFailure) -> LoadEnd:
+        """Nothing was read."""
+        return cls(job, present(job.blocks), confirmed=False, failure=why)
 
 
 class CopyThreads:
@@ -91,7 +99,7 @@ class CopyThreads:
         with self._lock:
             self._loads[job.request_id] = task
         if job.handle == 0:
-            self._end_if_queued(task)
+            self._end_if_queued(task, LoadFailure.ERROR)
         else:
             self._load_queue.put(task)
 
@@ -103,12 +111,12 @@ class CopyThreads:
         task = self._loads.get(request_id)
         if task is not None:
             task.cancelled = True
-            self._end_if_queued(task)
+            self._end_if_queued(task, LoadFailure.CANCELLED)
 
     def take_ended(self) -> tuple[list[LoadEnd], list[StoreReport]]:
         now = time.monotonic()
         for task in [task for task in self._loads.values() if task.deadline < now]:
-            if self._end_if_queued(task):
+            if self._end_if_queued(task, LoadFailure.DEADLINE):
                 self._log("load", self._late(task, "waiting for a copy thread"))
         if not self._ended_loads and not self._ended_stores:
             return [], []
@@ -138,14 +146,17 @@ class CopyThreads:
 
     # ---- loads -----------------------------------------------------------------------------------------------------
 
-    def _end_if_queued(self, task: LoadTask) -> bool:
+    def _end_if_queued(self, task: LoadTask, why: LoadFailure) -> bool:
         with self._lock:
             if task.state is not LoadState.QUEUED:
                 return False
             task.state = LoadState.ENDED
-            self._ended_loads.append(LoadEnd(task.job, present(task.job.blocks), confirmed=False))
+            self._ended_loads.append(replace(LoadEnd.failed(task.job, why), seconds=self._seconds(task)))
             self.counters["loads_not_started"] += 1
             return True
+
+    def _seconds(self, task: LoadTask) -> float:
+        return time.monotonic() - (task.deadline - self._deadline_s)
 
     def _late(self, task: LoadTask, stage: str) -> DeadlinePassed:
         size = self._pages.bytes_of(task.job.blocks)
@@ -159,34 +170,34 @@ class CopyThreads:
                 if task.state is not LoadState.QUEUED:
                     continue
                 task.state = LoadState.RUNNING
-            bad: Sequence[int] = present(task.job.blocks)
-            confirmed = False
+            end = LoadEnd.failed(task.job, LoadFailure.ERROR)
             try:
-                bad, confirmed = self._load(task)
+                end = self._load(task)
             except Exception as error:
                 self._log("load", error)
             with self._lock:
                 task.state = LoadState.ENDED
-                self._ended_loads.append(LoadEnd(task.job, tuple(bad), confirmed))
-                self.counters["loads_failed" if bad else "loads"] += 1
+                self._ended_loads.append(replace(end, seconds=self._seconds(task)))
+                self.counters["loads_failed" if end.failure else "loads"] += 1
             self._something_ended.set()
 
-    def _load(self, task: LoadTask) -> tuple[Sequence[int], bool]:
-        """Bad block ids, and whether the read was confirmed."""
+    def _load(self, task: LoadTask) -> LoadEnd:
         job = task.job
         left = task.deadline - time.monotonic()
         if left <= 0 or task.cancelled:
-            return present(job.blocks), False
+            return LoadEnd.failed(job, LoadFailure.CANCELLED if task.cancelled else LoadFailure.DEADLINE)
         reading = self._client.open_read(
             job.handle, self._shard, job.first_chunk, job.chunks, deadline_s=min(CALL_DEADLINE_S, left)
         )
         if reading is None:
-            return present(job.blocks), False
+            return LoadEnd.failed(job, self._unread(LoadFailure.REFUSED))
         parts = chunks(job.blocks, job.chunks)
         copied = 0
+        stop: LoadFailure | None = None
         try:
             for chunk, view in enumerate(reading.views):
-                if not self._goes_on(task, copied):
+                stop = self._stops(task, copied)
+                if stop is not None:
                     break
                 with reading.copying() as allowed:  # not when the daemon is gone: the extent may be given away
                     if not allowed:
@@ -198,13 +209,18 @@ class CopyThreads:
             reading.confirm()
         good = [chunk < copied and chunk < len(valid) and valid[chunk] for chunk in range(job.chunks)]
         self.counters["chunks_loaded"] += sum(good)
-        return [block for part, fine in zip(parts, good, strict=True) if not fine for block in present(part)], True
+        bad = tuple(block for part, fine in zip(parts, good, strict=True) if not fine for block in present(part))
+        failure = None if all(good) else stop or self._unread(LoadFailure.INVALID)
+        return LoadEnd(job, bad, True, failure, good_chunks=[*good, False].index(False))
 
-    def _goes_on(self, task: LoadTask, copied: int) -> bool:
+    def _unread(self, else_: LoadFailure) -> LoadFailure:
+        return else_ if self._client.attached and not self._client.hung else LoadFailure.DAEMON_AWAY
+
+    def _stops(self, task: LoadTask, copied: int) -> LoadFailure | None:
         if time.monotonic() > task.deadline:
             self._log("load", self._late(task, f"{copied} of {task.job.chunks} chunks were copied"))
-            return False
-        return not task.cancelled
+            return LoadFailure.DEADLINE
+        return LoadFailure.CANCELLED if task.cancelled else None
 
     # ---- stores ----------------------------------------------------------------------------------------------------
 
@@ -241,6 +257,8 @@ class CopyThreads:
                     if write:
                         self._pages.gather(view, parts[position - job.start])
                 complete.append(write)
+            if job.adapter is not None and not job.adapter.unchanged():
+                complete = [False] * len(complete)
             outcomes = list(reservation.commit(complete)) if complete else []
         stored = sum(outcome in (Outcome.SEALED, Outcome.WAITING) for outcome in outcomes)
         verdicts = list(reservation.verdicts)

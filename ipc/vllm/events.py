@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 LOCALITY = "LOCAL"  # of this node
 WHOLE_PREFIX = ("full_attention", "mla_attention", "sink_full_attention")  # kinds whose blocks are a prefix
-MAX_CHUNKS = 16384  # announced ones that we remember, about 1 KB each; of the oldest beyond, no removal is told
+MAX_ANNOUNCED = 16384  # announced ones that we remember, about 1 KB each; of the oldest beyond, no removal is told
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Events:
                 _share(event.block_hashes, position, len(plan.chunks)) for event in plan.events
             )
             self._announced.move_to_end(chunk)
-        while len(self._announced) > MAX_CHUNKS:
+        while len(self._announced) > MAX_ANNOUNCED:
             self._announced.popitem(last=False)
 
     def missing(self, hashes: bytes, ready: int) -> None:

@@ -11,31 +11,39 @@ A request's lookup, once per attempt (an attempt ends with a preemption)::
 * References that a lookup holds end in exactly one of: the confirmation of all readers, the end of the Lookup object,
   our death.  Dropping the object gives them back in the background; `release` would wait for the daemon.
 * A load has ended when all ranks have reported it, and is right if it is in all of them.
+* A hit that would take longer to load than to compute is none (pace.py), and what another request of this engine is
+  loading is waited for, not loaded again (underway.py); who waited in vain, until a load's deadline, computes.
 """
 
 from __future__ import annotations
 
 import enum
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvkeep.ipc.messages import HASH_BYTES
+from kvkeep.ipc.messages import HASH_BYTES, MAX_CHUNKS
+from kvkeep.ipc.vllm.adapters import Keys
 from kvkeep.ipc.vllm.groups import ABSENT, BlockTable, Group, alignment, cut, present
 from kvkeep.ipc.vllm.guard import Guard
-from kvkeep.ipc.vllm.metadata import LoadJob, LoadReport
+from kvkeep.ipc.vllm.metadata import LoadFailure, LoadJob, LoadReport
 from kvkeep.ipc.vllm.options import Options
+from kvkeep.ipc.vllm.pace import Pace
+from kvkeep.ipc.vllm.stats import Tally, Tier
+from kvkeep.ipc.vllm.underway import UnderWay
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.request import Request
 
+    from kvkeep.ipc.vllm.events import Events
+
 MAX_EARLY = 16  # lookups begun when a request arrives; more would hold references for requests deep in the queue
 GRACE_S = 0.001  # how long the first question waits for the answer, instead of costing the request a whole step
 GRACE_OF_A_STEP_S = 0.004  # ... all requests of one step together
 GRACE_PAUSE_S = 0.0001
+MANY = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,10 @@ class Active:
     hash_block_size: int
     readers: int = 1  # ranks that read the same shard
     null_block: int = 0  # vLLM's id for "no block"
+    chunk_bytes: int = 0  # all shards
+
+    def bytes_of(self, tokens: int) -> int:
+        return tokens * self.chunk_bytes // self.chunk_tokens
 
     def table(self, block_ids: Sequence[Sequence[int]], start: int, end: int) -> BlockTable:
         """The blocks of tokens ``start`` to ``end``, out of a request's table from its first token on."""
@@ -75,11 +87,16 @@ class _State:
     phase: Phase = Phase.IDLE
     attempt: int = 0  # request.num_preemptions when it was asked
     active: Active | None = None  # that it was asked under
+    hashes: bytes = b""  # that were asked for
     pending: Any = None  # PendingLookup while WAITING
     lookup: Any = None  # Lookup while READY
     patience_s: float = 0.0
     deadline: float = 0.0  # from the first question on: time in the queue does not count
     early: bool = False
+    wanted: bool = True  # the request may be looked up at all
+    adapter_until: float = 0.0  # how long it waits for its adapter to be read, from the first question on
+    shared_until: float = 0.0  # ... for what another request loads
+    verdict: tuple[int, bool] = (-1, False)  # of how many tokens: worth it?
     failed: bool = False  # a load failed: no hit for this request ever again
     known: int = 0  # chunks that were there
     usable: int = 0  # of them, for this request
@@ -91,26 +108,51 @@ class _Loading:
 
     lookup: Any
     ranks: int  # that have not reported yet
-    ok: bool = True
+    job: LoadJob
+    tokens: dict[Tier, int]  # that vLLM was promised
+    active: Active | None  # None: there was no hit to promise
+    hashes: bytes
+    began: float
+    failure: LoadFailure | None = None
     confirmed: bool = True
+    good_chunks: int = MANY  # the leading ones that are good in all ranks
+    seconds: float = 0.0  # of the slowest rank
 
 
 class Lookups:
-    def __init__(self, client: Any, options: Options, guard: Guard, counters: Counter[str], *, ranks: int = 1) -> None:
-        self._client, self._guard, self._counters, self._ranks = client, guard, counters, ranks
+    def __init__(
+        self,
+        client: Any,
+        options: Options,
+        guard: Guard,
+        tally: Tally,
+        *,
+        ranks: int = 1,
+        events: Events | None = None,
+        keys: Keys | None = None,
+        pace: Pace | None = None,
+        shares_blocks: bool = True,
+    ) -> None:
+        """``shares_blocks``: the engine has a prefix cache, in which one request finds what another loaded."""
+        self._keys, self._pace, self._shares_blocks = keys or Keys(), pace or Pace(options.min_hit), shares_blocks
+        self._client, self._guard, self._ranks = client, guard, ranks
+        self._tally, self._events = tally, events
         self._patience_s = options.lookup_deadline_ms / 1000
         self._l2_wait_s = options.l2_wait_ms / 1000
         self._states: dict[str, _State] = {}
         self._early = 0
         self._grace_s = GRACE_OF_A_STEP_S
         self._loading: dict[str, _Loading] = {}  # by request id, until all ranks have reported
+        self._under_way = UnderWay()
+        self._transfer_s = options.transfer_deadline_s
         self._new_loads: list[LoadJob] = []
 
     # ---- vLLM's questions --------------------------------------------------------------------------------------------
 
-    def on_new_request(self, request: Request, active: Active | None) -> None:
+    def on_new_request(self, request: Request, active: Active | None, *, wanted: bool = True) -> None:
         state = self._states.setdefault(request.request_id, _State())
-        if self._early < MAX_EARLY and not never_cached(request):
+        state.wanted = wanted
+        if self._early < MAX_EARLY and wanted and not request.skip_reading_prefix_cache:
             self._ask(request, state, active)
             if state.phase is Phase.WAITING:
                 state.early = True
@@ -119,10 +161,12 @@ class Lookups:
     def matched_tokens(self, request: Request, local_tokens: int, active: Active | None) -> int | None:
         """Tokens after the local ones that can be loaded; None = ask again in the next step."""
         state = self._states.setdefault(request.request_id, _State())
-        if state.failed or never_cached(request):
+        if state.failed or not state.wanted or request.skip_reading_prefix_cache:
             return 0
         if state.phase is Phase.IDLE or state.attempt != request.num_preemptions:
             self._ask(request, state, active)
+            if state.phase is Phase.IDLE and self._waits_for_adapter(state):
+                return None
         if state.phase is Phase.WAITING and not self._answered(state):
             return None
         if state.phase is not Phase.READY or active is None or state.active is None:
@@ -131,7 +175,13 @@ class Lookups:
             return 0
         state.usable = self._usable(state, request, active)
         tokens = int(state.usable * active.chunk_tokens - local_tokens)
-        return 0 if tokens < active.chunk_tokens or tokens % alignment(active.groups) else tokens
+        if tokens < active.chunk_tokens or tokens % alignment(active.groups):
+            return 0
+        if not self._worth(state, tokens, local_tokens):
+            return 0
+        if self._waits_for_load(state, local_tokens, active):
+            return None
+        return tokens if state.lookup is not None else 0
 
     def known_chunks(self, request_id: str) -> int:
         """How many chunks of the request need not be stored, as far as we know."""
@@ -151,10 +201,22 @@ class Lookups:
             self._drop(state)
             held = tuple(tuple(ids) for ids in blocks.get_block_ids())
             job = LoadJob(request.request_id, 0, 0, 1, held, generation)
-        self._loading[request.request_id] = _Loading(state.lookup, self._ranks)
+        self._new_loads.append(job)
+        loading = _Loading(
+            state.lookup, self._ranks, job, _by_tier(state, tokens), state.active, state.hashes, time.monotonic()
+        )
+        self._loading[request.request_id] = loading
+        self._under_way.begin(request.request_id, state.hashes, job.first_chunk, job.first_chunk + job.chunks)
         state.lookup = None
         state.phase = Phase.LOADING
-        self._new_loads.append(job)
+        for tier, count in loading.tokens.items():
+            self._tally.add(f"hit_tokens_{tier.value}", count)
+            self._tally.add(f"hit_bytes_{tier.value}", loading.active.bytes_of(count) if loading.active else 0)
+
+    def tokens_by_tier(self, request_id: str) -> dict[Tier, int]:
+        """Of the load that this request waits for: where its tokens were found."""
+        loading = self._loading.get(request_id)
+        return loading.tokens if loading is not None else {}
 
     def take_new_loads(self) -> tuple[LoadJob, ...]:
         """Called once a step, at its end."""
@@ -167,19 +229,24 @@ class Lookups:
         if loading is None:
             return
         loading.ranks -= 1
-        loading.ok &= report.ok
+        loading.failure = loading.failure or report.failure
         loading.confirmed &= report.confirmed
+        loading.seconds = max(loading.seconds, report.seconds)
+        if not report.ok:
+            loading.good_chunks = min(loading.good_chunks, report.good_chunks)
         state = self._states.get(report.request_id)
         if state is not None and not report.ok:
             state.failed, state.known = True, 0  # now: vLLM may ask again before the other ranks have reported
         if loading.ranks > 0:
             return
         del self._loading[report.request_id]
+        self._under_way.end(report.request_id)
         if loading.lookup is not None and loading.confirmed:
             loading.lookup.hand_over()
         if state is not None:
             state.phase = Phase.CLOSED
-        self._counters["loads" if loading.ok else "loads_failed"] += 1
+            self._learn(loading)
+        self._count_load(loading)
 
     def on_finished(self, request_id: str) -> None:
         """A load that is under way keeps its references until the worker reports it."""
@@ -199,13 +266,50 @@ class Lookups:
         state.attempt, state.active, state.deadline = request.num_preemptions, active, 0.0
         if active is None:
             return
-        hashes = active.chain(request, request.num_tokens // active.chunk_tokens)
+        hashes = self._keys.chain(request, active, request.num_tokens // active.chunk_tokens)
+        if hashes is None and self._keys.reading(request):
+            state.phase = Phase.IDLE
         if hashes:
+            state.hashes = hashes[: MAX_CHUNKS * HASH_BYTES]
+            state.shared_until, state.verdict = 0.0, (-1, False)
             wait_s = self._l2_wait_s if self._client.has_l2 else 0.0
             state.pending = self._client.begin_lookup(active.namespace, hashes, readers=active.readers, wait_s=wait_s)
             state.patience_s = self._patience_s + wait_s
             state.phase = Phase.WAITING
-            self._counters["lookups"] += 1
+            self._tally.add("lookups")
+
+    def _waits_for_adapter(self, state: _State) -> bool:
+        now = time.monotonic()
+        state.adapter_until = state.adapter_until or now + self._patience_s
+        return now < state.adapter_until
+
+    def _worth(self, state: _State, tokens: int, context: int) -> bool:
+        """vLLM repeats its question; the same hit is judged once."""
+        if state.verdict[0] != tokens:
+            state.verdict = (tokens, self._pace.worth(tokens, context))
+            self._tally.add("hits_declined", not state.verdict[1])
+        return state.verdict[1]
+
+    def _waits_for_load(self, state: _State, local_tokens: int, active: Active) -> bool:
+        """Another request loads what this one misses first.  After a load's deadline it computes."""
+        first, windows = local_tokens // active.chunk_tokens, any(group.window for group in active.groups)
+        if not self._shares_blocks or not self._under_way.serves(state.hashes, first, state.usable, windows=windows):
+            return False
+        now = time.monotonic()
+        if state.shared_until == 0.0:
+            state.shared_until = now + self._transfer_s
+            self._tally.add("loads_waited_for")
+        if now < state.shared_until:
+            return True
+        self._drop(state)
+        return False
+
+    def _learn(self, loading: _Loading) -> None:
+        """How long loads take; not from one that nobody wanted any more."""
+        tokens, active, job = sum(loading.tokens.values()), loading.active, loading.job
+        if active is not None and loading.failure is not LoadFailure.CANCELLED:
+            context = (job.first_chunk + job.chunks) * active.chunk_tokens - tokens
+            self._pace.load_ended(tokens, context, loading.seconds, ok=loading.failure is None)
 
     def _answered(self, state: _State) -> bool:
         lookup, now = state.pending.poll(), time.monotonic()
@@ -216,13 +320,36 @@ class Lookups:
             return False
         pending, state.pending, state.phase = state.pending, None, Phase.CLOSED
         self._end_early(state)
+        asked = state.deadline - state.patience_s if state.deadline else now
+        self._tally.seen("lookup_seconds", time.monotonic() - asked)
         if lookup is None:
             pending.cancel()
-            self._counters["lookups_expired"] += 1
-        elif lookup.ready > 0:
+            self._tally.add("lookups_expired")
+            return True
+        if lookup.ready > 0:
             state.lookup, state.phase, state.known = lookup, Phase.READY, lookup.ready
-            self._counters["lookups_hit"] += 1
+        self._tally.add("lookups_hit" if lookup.ready > 0 else "lookups_miss")
+        if self._events is not None and self._client.attached and not self._client.hung:
+            self._events.missing(state.hashes, lookup.ready)
         return True
+
+    def _count_load(self, loading: _Loading) -> None:
+        """It has ended.  Of a failed load vLLM keeps what is good from the beginning on."""
+        job, active, promised = loading.job, loading.active, sum(loading.tokens.values())
+        loaded, chunk = promised, active.chunk_tokens if active is not None else 0
+        if loading.failure is not None:
+            lost = job.chunks - loading.good_chunks
+            loaded = max(0, promised - lost * chunk) if chunk and loading.good_chunks else 0
+            self._tally.add("loads_failed")
+            self._tally.add(f"load_failures_{loading.failure.value}")
+        else:
+            self._tally.add("loads")
+        for what, tokens in (("loaded", loaded), ("failed", promised - loaded)):
+            self._tally.add(f"{what}_tokens", tokens)
+            self._tally.add(f"{what}_bytes", active.bytes_of(tokens) if active is not None else 0)
+        self._tally.seen("load_seconds", time.monotonic() - loading.began)
+        if self._events is not None and loading.failure in (LoadFailure.INVALID, LoadFailure.REFUSED):
+            self._events.missing(loading.hashes, job.first_chunk + loading.good_chunks)
 
     def _wait_a_moment(self, pending: Any, began: float) -> Any:
         """Its answer, or None.  An answer takes a fraction of a millisecond; a step takes many."""
@@ -260,8 +387,10 @@ class Lookups:
         return ready - 1 if whole and any(group.lacks_last(end) for group in active.groups) else ready
 
     def _drop(self, state: _State) -> None:
-        if state.pending is not None and state.pending.poll() is None:
-            state.pending.cancel()
+        if state.pending is not None:
+            self._tally.add("lookups_dropped")
+            if state.pending.poll() is None:
+                state.pending.cancel()
         state.pending = state.lookup = None
         state.phase = Phase.CLOSED
         self._end_early(state)
@@ -269,6 +398,14 @@ class Lookups:
     def _end_early(self, state: _State) -> None:
         self._early -= state.early
         state.early = False
+
+
+def _by_tier(state: _State, tokens: int) -> dict[Tier, int]:
+    """Of the last `tokens` of the hit, those that were in L1 at once and those that came while the lookup waited."""
+    if state.lookup is None or state.active is None:
+        return {Tier.L1: tokens}
+    late = max(0, state.usable - state.lookup.at_once) * state.active.chunk_tokens
+    return {Tier.L1: max(0, tokens - late), Tier.L2: min(tokens, late)}
 
 
 def _complete(table: BlockTable, active: Active, begin: int, end: int) -> bool:
@@ -282,8 +419,3 @@ def _complete(table: BlockTable, active: Active, begin: int, end: int) -> bool:
         ):
             return False
     return True
-
-
-def never_cached(request: Request) -> bool:
-    """A LoRA adapter's name is part of a block hash, but its content is not: such requests are not cached."""
-    return request.lora_request is not None or bool(request.skip_reading_prefix_cache)

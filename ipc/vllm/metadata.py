@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from kvkeep.ipc.vllm.adapters import Files
 from kvkeep.ipc.vllm.groups import BlockTable
 
 
@@ -49,13 +50,29 @@ class LoadJob:
 
 @dataclass(frozen=True)
 class StoreJob:
-    """Store chunks start .. of the chain `hashes` (from the root) out of `blocks`, pinned until all ranks reported."""
+    """Store chunks start .. of the chain `hashes` (from the root) out of `blocks`, pinned until all ranks reported.
+
+    `adapter`: files of a LoRA adapter; if they are not as they were, the KV may have been computed with others.
+    """
 
     job_id: int
     hashes: bytes
     start: int
     blocks: BlockTable
     generation: int
+    adapter: Files | None = None
+
+
+class LoadFailure(enum.Enum):
+    """Why a load failed; of several ranks' reasons the first that is reported."""
+
+    DEADLINE = "deadline"
+    DAEMON_AWAY = "daemon_away"
+    REFUSED = "refused"  # the daemon does not give it any more
+    INVALID = "invalid"  # a chunk was evicted or written anew under the copy
+    CANCELLED = "cancelled"  # the request was aborted
+    RESET = "reset"  # the engine's cache was reset meanwhile
+    ERROR = "error"  # of ours: the log has it
 
 
 class StoreEnd(enum.Enum):
@@ -78,8 +95,14 @@ class StoreReport:
 @dataclass(frozen=True)
 class LoadReport:
     request_id: str
-    ok: bool
+    failure: LoadFailure | None  # None = every byte is right
     confirmed: bool  # the daemon was told that the read is over; else the scheduler half releases the handle
+    good_chunks: int = 0  # of a load that failed: the leading ones that vLLM keeps
+    seconds: float = 0.0  # from its submission to its end, waiting for a copy thread included
+
+    @property
+    def ok(self) -> bool:
+        return self.failure is None
 
 
 @dataclass
@@ -88,16 +111,18 @@ class KVKeepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     stores: tuple[StoreJob, ...] = ()
     generation: int = 0  # a load of an older one is stale, however well it ended
     namespace: NamespaceSpec | None = None  # only in the step in which it changes
+    step: int = 0  # a number that comes back with the step's output, for steps whose time is taken
 
 
 @dataclass
 class KVKeepWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
     loads: list[LoadReport] = field(default_factory=list)
     stores: list[StoreReport] = field(default_factory=list)
+    step: int = 0
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, KVKeepWorkerMetadata)
-        return KVKeepWorkerMetadata(self.loads + other.loads, self.stores + other.stores)
+        return KVKeepWorkerMetadata(self.loads + other.loads, self.stores + other.stores, max(self.step, other.step))
 
 
 @dataclass(frozen=True)

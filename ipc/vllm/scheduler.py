@@ -11,14 +11,19 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvkeep.ipc.vllm import clients, fingerprint, identity
+from kvkeep.ipc.vllm import clients, events, fingerprint, identity
+from kvkeep.ipc.vllm.adapters import Adapters, Keys, settings_text
+from kvkeep.ipc.vllm.controls import Controls
 from kvkeep.ipc.vllm.groups import alignment, groups_of
 from kvkeep.ipc.vllm.guard import Guard
 from kvkeep.ipc.vllm.lookups import Active, Lookups
 from kvkeep.ipc.vllm.metadata import KVKeepMetadata, KVKeepWorkerMetadata, NamespaceSpec, WorkerFacts
 from kvkeep.ipc.vllm.namespace import NamespaceKeeper
 from kvkeep.ipc.vllm.options import Options
+from kvkeep.ipc.vllm.pace import STEP_TOKENS, Pace
+from kvkeep.ipc.vllm.pins import Pinner
 from kvkeep.ipc.vllm.ranks import Ranks
+from kvkeep.ipc.vllm.stats import KVKeepStats, Tally, Tier
 from kvkeep.ipc.vllm.stores import Stores
 
 if TYPE_CHECKING:
@@ -58,7 +63,13 @@ class SchedulerHalf:
         self._registered: Any = None
         self._told_worker: NamespaceSpec | None = None
         self._generation, self._epoch = 0, ""
-        self.counters: Counter[str] = Counter()
+        self._controls = Controls(log, store_generated=options.store_generated, max_pin_s=options.max_pin_s)
+        self._pin_s: dict[str, float] = {}  # of requests that want their prompts kept
+        self._pinner: Pinner | None = None
+        self._keys = self._make_keys()
+        self._pace = Pace(options.min_hit)
+        self.tally = Tally()
+        self._events = events.Events(kv_cache_config, self._hash_block_size) if events.wanted(vllm_config) else None
         self.lookups: Lookups | None = None
         self.stores: Stores | None = None
 
@@ -77,15 +88,32 @@ class SchedulerHalf:
             return
         self._facts = facts[0]
         self._client = clients.attach(self._options, "vllm scheduler")
-        self.lookups = Lookups(self._client, self._options, self._guard, self.counters, ranks=self._ranks.count)
-        self.stores = Stores(
-            self._pool, self._options, self.lookups, self._guard, self.counters, ranks=self._ranks.shards
+        self._pinner = Pinner(self._client, self._guard.note)
+        common: Any = {"tally": self.tally, "events": self._events, "keys": self._keys}
+        self.lookups = Lookups(
+            self._client,
+            self._options,
+            self._guard,
+            ranks=self._ranks.count,
+            pace=self._pace,
+            shares_blocks=bool(self._vllm_config.cache_config.enable_prefix_caching),
+            **common,
         )
+        self.stores = Stores(self._pool, self._options, self.lookups, self._guard, ranks=self._ranks.shards, **common)
         self._keeper = NamespaceKeeper(self._client, self._build_namespace, self._refuse)
         self._keeper.start(self._generation)
         self._keeper.wait(START_WAIT_S)
 
+    def _make_keys(self) -> Keys:
+        lora = self._vllm_config.lora_config
+        if lora is None:
+            return Keys()
+        trust = self._options.trust_new_adapters
+        return Keys(Adapters(self._log, settings=settings_text(lora), trust_new=trust))
+
     def close(self) -> None:
+        if self._pinner is not None:
+            self._pinner.close()
         if self._keeper is not None:
             self._keeper.close()
         if self._client is not None:
@@ -118,6 +146,7 @@ class SchedulerHalf:
         if registered is not self._registered:
             spec = registered.spec
             self._registered = registered
+            self._pace.forget_loads()
             self._active = Active(
                 registered.namespace,
                 spec.generation,
@@ -126,6 +155,7 @@ class SchedulerHalf:
                 self._hash_block_size,
                 readers=self._ranks.replicas,
                 null_block=self._pool.null_block.block_id,
+                chunk_bytes=spec.shard_bytes * spec.shards,
             )
         return self._active
 
@@ -134,10 +164,13 @@ class SchedulerHalf:
     def on_new_request(self, request: Request) -> None:
         if self.lookups is None or self.stores is None:
             return
+        control = self._controls.of(request.kv_transfer_params)
+        if control.pin_s:
+            self._pin_s[request.request_id] = control.pin_s
         if self._may_store:
-            self.stores.on_new_request(request, self._generation)
+            self.stores.on_new_request(request, self._generation, control.store)
         if self._may_load:
-            self.lookups.on_new_request(request, self.active())
+            self.lookups.on_new_request(request, self.active(), wanted=control.load)
 
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         if self.lookups is None or not self._may_load:
@@ -148,14 +181,15 @@ class SchedulerHalf:
     def after_alloc(self, request: Request, blocks: KVCacheBlocks, tokens: int) -> None:
         if self.lookups is not None:
             self.lookups.after_alloc(request, blocks, tokens, self._generation)
-            self.counters["tokens_offered"] += tokens
 
     def step_metadata(self, output: SchedulerOutput) -> KVKeepMetadata:
         if self.lookups is None or self.stores is None:
             return KVKeepMetadata()
         metadata = KVKeepMetadata(loads=self.lookups.take_new_loads(), generation=self._generation)
         try:
+            metadata.step = self._begin_step(output)
             active = self.active()
+            self.tally.level("attached", int(active is not None))
             if active is not None:
                 if self._registered.spec is not self._told_worker:
                     metadata.namespace = self._told_worker = self._registered.spec
@@ -164,7 +198,25 @@ class SchedulerHalf:
             self._guard.note("new_stores", error)
         return metadata
 
-    def on_worker_report(self, report: KVKeepWorkerMetadata) -> None:
+    def _begin_step(self, output: SchedulerOutput) -> int:
+        """Take the time of a step of many tokens.  Its number, or 0."""
+        if output.total_num_scheduled_tokens < STEP_TOKENS:
+            return 0
+        cached = output.scheduled_cached_reqs
+        before = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        before |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        scheduled = output.num_scheduled_tokens
+        return self._pace.step_began((tokens, before.get(name, 0)) for name, tokens in scheduled.items())
+
+    def on_output(self, report: KVKeepWorkerMetadata | None) -> None:
+        """The output of a step is there."""
+        if report is not None:
+            self._pace.step_ended(report.step)
+        self._pace.output_seen()
+        if report is not None:
+            self._on_worker_report(report)
+
+    def _on_worker_report(self, report: KVKeepWorkerMetadata) -> None:
         assert self.lookups is not None
         assert self.stores is not None
         for load in report.loads:
@@ -177,8 +229,33 @@ class SchedulerHalf:
 
     def on_finished(self, request: Request) -> None:
         if self.lookups is not None and self.stores is not None:
+            self._pin(request)
             self.lookups.on_finished(request.request_id)
             self.stores.on_finished(request.request_id)
+
+    def _pin(self, request: Request) -> None:
+        seconds = self._pin_s.pop(request.request_id, 0.0)
+        active = self.active() if seconds else None
+        if active is not None and self._pinner is not None:
+            chain = self._keys.chain(request, active, request.num_prompt_tokens // active.chunk_tokens)
+            self._pinner.ask(active.namespace, chain or b"", seconds)
+
+    @property
+    def counters(self) -> Counter[str]:
+        """Since the start."""
+        return self.tally.totals
+
+    def tokens_by_tier(self, request: Request) -> dict[Tier, int]:
+        return self.lookups.tokens_by_tier(request.request_id) if self.lookups is not None else {}
+
+    def take_stats(self) -> KVKeepStats | None:
+        """None in a step in which nothing happened."""
+        if self.stores is not None:
+            self.tally.level("pinned_blocks", self.stores.pinned_blocks)
+        return self.tally.take()
+
+    def take_events(self) -> list[Any]:
+        return self._events.take() if self._events is not None else []
 
     def has_pending_stores(self) -> bool:
         return self.stores is not None and self.stores.pending()

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvkeep.ipc.vllm.metadata import StoreEnd
+from kvkeep.ipc.vllm.metadata import LoadFailure, StoreEnd
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -47,16 +47,11 @@ class LookupEnd(enum.Enum):
     DROPPED = "dropped"  # nobody wanted the answer any more
 
 
-class LoadFailure(enum.Enum):
-    """Why a load failed; of several reasons the first."""
+class Skipped(enum.Enum):
+    """Why a complete chunk was not stored."""
 
-    DEADLINE = "deadline"
-    DAEMON_AWAY = "daemon_away"
-    REFUSED = "refused"  # the daemon does not know the handle any more
-    INVALID = "invalid"  # a chunk was evicted or written anew under the copy
-    CANCELLED = "cancelled"  # the request was aborted
-    RESET = "reset"  # the engine's cache was reset meanwhile
-    ERROR = "error"  # of ours: the log has it
+    PINS = "pins"  # stores in flight hold too many blocks already
+    WINDOW = "window"  # the engine has let go of blocks that a hit would need
 
 
 class Kind(enum.Enum):
@@ -96,10 +91,14 @@ SERIES = (
     Series("stored_tokens", Kind.COUNTER, "Tokens whose KV this engine stored."),
     Series("stored_bytes", Kind.COUNTER, "KV bytes that this engine stored, all ranks."),
     Series("store_seconds", Kind.HISTOGRAM, "How long a store job held its blocks, failed or not."),
-    Series("skipped_chunks", Kind.COUNTER, "Chunks not stored because stores in flight held too many blocks."),
+    Series("chunks_skipped", Kind.COUNTER, "Complete chunks that were not stored.", "reason", Skipped),
     Series("pinned_blocks", Kind.GAUGE, "KV blocks that stores in flight hold."),
     Series("attached", Kind.GAUGE, "1 = attached to the daemon and serving; 0 = every lookup is a miss."),
 )
+
+
+BY_NAME = {series.name: series for series in SERIES}
+_KEYS = frozenset(key for series in SERIES for key in series.parts())
 
 
 @dataclass
@@ -157,7 +156,7 @@ class KVKeepStats(KVConnectorStats):  # type: ignore[misc]
             "failed loads": total("load_failures"),
             "failed stores": add["stores_failed"],
             "stores into a full cache": add["stores_full"],
-            "skipped chunks": add["skipped_chunks"],
+            "skipped chunks": total("chunks_skipped"),
         }
         line |= {name: int(count) for name, count in trouble.items() if count}
         return line | {name: level[name] for name in ("attached", "pinned_blocks") if name in level}
@@ -178,8 +177,9 @@ class Tally:
     def add(self, key: str, amount: int = 1) -> None:
         if amount:
             self.totals[key] += amount
-            sums = self._interval().data["add"]
-            sums[key] = sums.get(key, 0) + amount
+            if key in _KEYS:
+                sums = self._interval().data["add"]
+                sums[key] = sums.get(key, 0) + amount
 
     def seen(self, key: str, seconds: float) -> None:
         observed = self._interval().data["seen"].setdefault(key, [])
@@ -200,9 +200,6 @@ class Tally:
         if self._fresh is None:
             self._fresh = KVKeepStats()
         return self._fresh
-
-
-BY_NAME = {series.name: series for series in SERIES}
 
 
 class KVKeepProm(KVConnectorPromMetrics):  # type: ignore[misc]

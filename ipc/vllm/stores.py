@@ -14,20 +14,25 @@ already considered up to some chunk costs nothing until its next chunk is comple
 
 from __future__ import annotations
 
-from collections import Counter
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.ipc.messages import HASH_BYTES
+from kvkeep.ipc.vllm.adapters import Keys
+from kvkeep.ipc.vllm.controls import Scope
 from kvkeep.ipc.vllm.groups import ABSENT, BlockTable, chunks, present
 from kvkeep.ipc.vllm.guard import Guard
 from kvkeep.ipc.vllm.lookups import Active, Lookups
 from kvkeep.ipc.vllm.metadata import StoreEnd, StoreJob, StoreReport
 from kvkeep.ipc.vllm.options import Options
+from kvkeep.ipc.vllm.stats import Tally
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
+
+    from kvkeep.ipc.vllm.events import Events
 
 MAX_REWINDS = 3  # times a request stores again from a head that was evicted
 
@@ -36,6 +41,7 @@ MAX_REWINDS = 3  # times a request stores again from a head that was evicted
 class _Progress:
     request: Request
     generation: int
+    scope: Scope
     considered: int = 0  # complete chunks that were looked at
     stored: int = 0  # leading chunks that need no store any more ...
     last_hash: bytes = b""  # ... and the hash of the last of them: a streaming session may take tokens back
@@ -48,6 +54,8 @@ class _Pin:
     request_id: str
     blocks: tuple[Any, ...]
     ranks: int  # that have not reported yet
+    active: Active
+    began: float
     worst: StoreReport | None = None
 
 
@@ -58,22 +66,25 @@ class Stores:
         options: Options,
         lookups: Lookups,
         guard: Guard,
-        counters: Counter[str],
+        tally: Tally,
         *,
         ranks: int = 1,
+        events: Events | None = None,
+        keys: Keys | None = None,
     ) -> None:
         """``ranks``: how many report each job."""
+        self._keys = keys or Keys()
         self._pool, self._options, self._lookups, self._ranks = pool, options, lookups, ranks
-        self._guard, self._counters = guard, counters
+        self._guard, self._tally, self._events = guard, tally, events
         self._progress: dict[str, _Progress] = {}
         self._pins: dict[int, _Pin] = {}
         self._next_job = 1
         self.pinned_blocks = 0
         self.blocked = False  # after a cache reset that left old KV in the engine
 
-    def on_new_request(self, request: Request, generation: int) -> None:
-        enabled = request.lora_request is None
-        self._progress[request.request_id] = _Progress(request, generation, enabled=enabled)
+    def on_new_request(self, request: Request, generation: int, scope: Scope = Scope.PROMPT) -> None:
+        if scope is not Scope.NONE:
+            self._progress[request.request_id] = _Progress(request, generation, scope)
 
     def on_finished(self, request_id: str) -> None:
         self._progress.pop(request_id, None)
@@ -83,6 +94,8 @@ class Stores:
         for progress in self._progress.values():
             progress.enabled = False
         self.blocked = len(self._pool.cached_block_hash_to_block) > 0
+        if self._events is not None:
+            self._events.reset()
 
     def pending(self) -> bool:
         return bool(self._pins)
@@ -95,18 +108,22 @@ class Stores:
             progress = self._progress.get(request_id)
             if progress is None or not progress.enabled or progress.generation != active.generation:
                 continue
-            complete = self._complete_chunks(progress.request, scheduled, active)
-            grown = complete > progress.considered
-            progress.considered = complete  # it shrinks after a preemption, or when tokens were taken back
-            if not grown:
+            complete = self._complete_chunks(progress, scheduled, active)
+            before, progress.considered = progress.considered, complete  # it may shrink: a preemption, or a session
+            if complete <= before:
                 continue
             try:
-                job = self._job(progress, complete, output, active)
+                chain = self._keys.chain(progress.request, active, complete)
+                if chain is None:  # its adapter is known in a moment, or not for this request
+                    progress.considered, progress.enabled = before, self._keys.reading(progress.request)
+                    continue
+                job = self._job(progress, chain, output, active)
             except Exception as error:  # jobs of other requests hold pins already: they must go out
                 self._guard.note("store_job", error)
                 progress.enabled = False
             else:
                 jobs += [job] if job is not None else []
+                self._plan_event(job, progress.request, active)
         return jobs
 
     def on_report(self, report: StoreReport) -> None:
@@ -118,8 +135,9 @@ class Stores:
         del self._pins[report.job_id]
         self.pinned_blocks -= len(pin.blocks)
         self._pool.free_blocks(reversed(pin.blocks))  # tails become free first
-        self._counters[f"stores_{report.end.value}"] += 1
-        self._counters["chunks_stored"] += report.stored
+        self._count(pin, report)
+        if self._events is not None:
+            self._events.settled(report.job_id, stored=report.end is StoreEnd.DONE)
         progress = self._progress.get(pin.request_id)
         if progress is None:
             return
@@ -132,16 +150,31 @@ class Stores:
 
     # ---- inside ------------------------------------------------------------------------------------------------------
 
-    def _complete_chunks(self, request: Request, scheduled: int, active: Active) -> int:
+    def _count(self, pin: _Pin, report: StoreReport) -> None:
+        tokens = report.stored * pin.active.chunk_tokens
+        self._tally.add(f"stores_{report.end.value}")
+        self._tally.add("chunks_stored", report.stored)
+        self._tally.add("stored_tokens", tokens)
+        self._tally.add("stored_bytes", pin.active.bytes_of(tokens))
+        self._tally.seen("store_seconds", time.monotonic() - pin.began)
+
+    def _plan_event(self, job: StoreJob | None, request: Request, active: Active) -> None:
+        if job is not None and self._events is not None:
+            try:
+                self._events.planned(job.job_id, request, job.hashes, job.start, active.chunk_tokens)
+            except Exception as error:  # stored all the same
+                self._guard.note("event", error)
+
+    def _complete_chunks(self, progress: _Progress, scheduled: int, active: Active) -> int:
         """Chunks whose KV is complete after this step.  Hashes exist for confirmed tokens only, not for drafts."""
+        request = progress.request
         tokens = min(request.num_computed_tokens + scheduled, len(request.block_hashes) * active.hash_block_size)
-        if not self._options.store_generated:
+        if progress.scope is Scope.PROMPT:
             tokens = min(tokens, request.num_prompt_tokens)
         return int(tokens // active.chunk_tokens)
 
-    def _job(self, progress: _Progress, complete: int, output: SchedulerOutput, active: Active) -> StoreJob | None:
-        request_id = progress.request.request_id
-        chain = active.chain(progress.request, complete)
+    def _job(self, progress: _Progress, chain: bytes, output: SchedulerOutput, active: Active) -> StoreJob | None:
+        request_id, complete = progress.request.request_id, len(chain) // HASH_BYTES
         at = progress.stored * HASH_BYTES
         if progress.last_hash and chain[at - HASH_BYTES : at] != progress.last_hash:
             progress.stored = 0
@@ -149,7 +182,7 @@ class Stores:
         per_chunk = sum(active.chunk_tokens // group.block_size for group in active.groups)
         room = int(self._pool.num_gpu_blocks * self._options.pinned_fraction) - self.pinned_blocks
         end = min(complete, start + max(0, room) // per_chunk)
-        self._counters["chunks_skipped_pins"] += complete - max(start, end)
+        self._tally.add("chunks_skipped_pins", complete - max(start, end))
         if end <= start:
             return None
         block_ids = output.kv_connector_block_state.get_block_ids(request_id)
@@ -157,15 +190,16 @@ class Stores:
         if sum(map(len, table)) != (end - start) * per_chunk:
             raise RuntimeError(f"request {request_id} has {sum(map(len, table))} blocks for chunks {start} to {end}")
         usable = self._usable(table, start, end, active)
-        self._counters["chunks_skipped_window"] += end - usable
+        self._tally.add("chunks_skipped_window", end - usable)
         if usable <= start:
             return None
         if usable < end:
             end, table = usable, active.table(block_ids, start * active.chunk_tokens, usable * active.chunk_tokens)
         blocks = tuple(self._pool.blocks[block] for block in present(table))
-        job = StoreJob(self._next_job, chain[: end * HASH_BYTES], start, table, active.generation)
+        files = self._keys.files(progress.request)
+        job = StoreJob(self._next_job, chain[: end * HASH_BYTES], start, table, active.generation, files)
         self._pool.touch(blocks)
-        self._pins[job.job_id] = _Pin(request_id, blocks, self._ranks)
+        self._pins[job.job_id] = _Pin(request_id, blocks, self._ranks, active, time.monotonic())
         self.pinned_blocks += len(blocks)
         self._next_job += 1
         progress.stored, progress.last_hash = end, chain[(end - 1) * HASH_BYTES : end * HASH_BYTES]

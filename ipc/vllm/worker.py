@@ -15,6 +15,7 @@ from kvkeep.ipc.vllm.guard import Guard
 from kvkeep.ipc.vllm.metadata import (
     KVKeepMetadata,
     KVKeepWorkerMetadata,
+    LoadFailure,
     LoadJob,
     LoadReport,
     NamespaceSpec,
@@ -75,6 +76,7 @@ class WorkerHalf:
     def start_loads(self, metadata: KVKeepMetadata, *, computes: bool) -> None:
         self._rests = not computes
         self._generation = metadata.generation
+        self._report.step = metadata.step
         if metadata.namespace is not None:
             self._namespace = metadata.namespace
         for job in metadata.loads:
@@ -112,14 +114,14 @@ class WorkerHalf:
         reports: list[LoadReport] = []
         invalid: set[int] = set()
         for end in ended:
-            bad = end.bad_blocks
-            if not bad and end.job.generation != self._generation:
-                bad = present(end.job.blocks)  # the cache was reset while it was under way
+            bad, failure, good = end.bad_blocks, end.failure, 0 if self._multi else end.good_chunks
+            if failure is None and end.job.generation != self._generation:  # it was reset while this was under way
+                bad, failure, good = present(end.job.blocks), LoadFailure.RESET, 0
             invalid.update(bad)
-            reports.append(LoadReport(end.job.request_id, not bad, end.confirmed))
+            reports.append(LoadReport(end.job.request_id, failure, end.confirmed, good, end.seconds))
         for job in self._lost_loads:
             invalid.update(present(job.blocks))
-            reports.append(LoadReport(job.request_id, False, False))
+            reports.append(LoadReport(job.request_id, LoadFailure.ERROR, False))
         self._report.loads += reports
         self._report.stores += stores + self._lost_stores
         self._lost_loads, self._lost_stores = [], []
@@ -134,7 +136,7 @@ class WorkerHalf:
         return blocks
 
     def take_report(self) -> KVKeepWorkerMetadata | None:
-        if not self._report.loads and not self._report.stores:
+        if not self._report.loads and not self._report.stores and not self._report.step:
             return None
         report, self._report = self._report, KVKeepWorkerMetadata()
         return report

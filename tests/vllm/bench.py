@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +14,7 @@ from kvkeep.ipc.vllm.groups import Group
 from kvkeep.ipc.vllm.guard import Guard
 from kvkeep.ipc.vllm.lookups import Active, Lookups
 from kvkeep.ipc.vllm.options import Options
+from kvkeep.ipc.vllm.stats import Tally
 from kvkeep.ipc.vllm.stores import Stores
 from tests.vllm.fake_client import FakeClient, FakeDaemon
 
@@ -48,21 +48,22 @@ class Request:
 class Bench:
     """Both parts of the scheduler half, a real block pool, and a daemon in this process."""
 
-    def __init__(self, blocks: int = 101, **options: Any) -> None:
+    def __init__(self, blocks: int = 101, *, events: Any = None, **options: Any) -> None:
         self.daemon = FakeDaemon()
         self.client = FakeClient(self.daemon)
         self.guard = Guard(print)
-        self.counters: Counter[str] = Counter()
+        self.tally = Tally()
+        self.counters = self.tally.totals
         self.pool = BlockPool(blocks, True, BLOCK)
         chosen = Options(**options)
-        self.lookups = Lookups(self.client, chosen, self.guard, self.counters)
-        self.stores = Stores(self.pool, chosen, self.lookups, self.guard, self.counters)
+        self.lookups = Lookups(self.client, chosen, self.guard, self.tally, events=events)
+        self.stores = Stores(self.pool, chosen, self.lookups, self.guard, self.tally, events=events)
         self.active = self.register(0)
         self.tables: dict[str, list[Any]] = {}
 
     def register(self, generation: int) -> Active:
         space = self.client.register({"generation": generation}, shard_bytes=SHARD_BYTES)
-        return Active(space, generation, CHUNK, (Group(BLOCK),), BLOCK)
+        return Active(space, generation, CHUNK, (Group(BLOCK),), BLOCK, chunk_bytes=SHARD_BYTES)
 
     def add(self, request: Request, *, blocks: int | None = None) -> Request:
         """Arrives and is given blocks; lookups are left to the test."""

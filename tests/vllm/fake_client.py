@@ -125,6 +125,7 @@ class FakePending:
 class FakeLookup:
     def __init__(self, daemon: FakeDaemon, handle: int, ready: int) -> None:
         self.daemon, self.handle, self.ready = daemon, handle, ready
+        self.at_once = ready
 
     @property
     def alive(self) -> bool:

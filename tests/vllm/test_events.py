@@ -166,7 +166,7 @@ def test_a_model_without_full_attention_announces_nothing() -> None:
 
 
 def test_what_is_remembered_is_bounded_and_the_oldest_goes(log: Events, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "MAX_CHUNKS", 3)
+    monkeypatch.setattr(events, "MAX_ANNOUNCED", 3)
     requests = [request(CHUNK, first=1000 * n) for n in range(5)]
     for one in requests:
         stored(log, one, 0, 1)

@@ -5,7 +5,7 @@ import gc
 import pytest
 
 from kvkeep.ipc.vllm.groups import ABSENT
-from kvkeep.ipc.vllm.metadata import LoadReport
+from kvkeep.ipc.vllm.metadata import LoadFailure, LoadReport
 from tests.vllm.bench import BLOCK, CHUNK, PER_CHUNK, Bench, Request
 
 
@@ -99,7 +99,7 @@ def test_references_end_however_the_load_ends(bench: Bench, confirmed: bool, ok:
         reading = bench.client.open_read(job.handle, 0, job.first_chunk, job.chunks)
         assert reading is not None
         reading.confirm()
-    bench.lookups.on_load_report(LoadReport("a", ok, confirmed))
+    bench.lookups.on_load_report(LoadReport("a", None if ok else LoadFailure.INVALID, confirmed))
     if not finished_first:
         admit(bench, request, 0)  # vLLM's second call, after the load
         bench.finish(request)
@@ -132,7 +132,7 @@ def test_after_a_failed_load_the_request_is_never_offered_a_hit(bench: Bench) ->
     request = bench.add(Request("a", 2 * CHUNK))
     bench.put(request, 2)
     admit(bench, request, ask(bench, request) or 0)
-    bench.lookups.on_load_report(LoadReport("a", False, False))
+    bench.lookups.on_load_report(LoadReport("a", LoadFailure.INVALID, False))
     assert ask(bench, request) == 0
     request.num_preemptions += 1
     assert ask(bench, request) == 0

@@ -11,7 +11,9 @@ import prometheus_client
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvkeep.ipc.vllm.stats import KEEP, PREFIX, SERIES, Kind, KVKeepProm, KVKeepStats, LoadFailure, Tally
+from kvkeep.ipc.vllm.connector import KVKeepConnector
+from kvkeep.ipc.vllm.metadata import LoadFailure
+from kvkeep.ipc.vllm.stats import KEEP, PREFIX, SERIES, Kind, KVKeepProm, KVKeepStats, Tally
 
 LABELS = ["model_name", "engine"]
 
@@ -24,7 +26,7 @@ class Registered:
         kinds = (prometheus_client.Gauge, prometheus_client.Counter, prometheus_client.Histogram)
         types = {kind: self._in_registry(kind) for kind in kinds}
         config = SimpleNamespace(kv_transfer_config=SimpleNamespace())
-        self.prom = KVKeepProm(config, types, LABELS, {0: ["m", "0"], 1: ["m", "1"]})
+        self.prom = KVKeepConnector.build_prom_metrics(config, types, LABELS, {0: ["m", "0"], 1: ["m", "1"]})
 
     def _in_registry(self, kind: Any) -> Any:
         return lambda **arguments: kind(registry=self.registry, **arguments)
@@ -43,7 +45,7 @@ def travelled(stats: KVKeepStats | None) -> KVKeepStats:
     """As vLLM takes it to another process."""
     assert stats is not None
     data = msgspec.msgpack.decode(msgspec.msgpack.encode(stats.to_dict()))
-    rebuilt = KVKeepStats.of(data)
+    rebuilt = KVKeepConnector.build_kv_connector_stats(data)
     assert isinstance(rebuilt, KVKeepStats)
     return rebuilt
 
@@ -54,9 +56,11 @@ def test_nothing_happened_is_nothing_to_send() -> None:
     tally.add("loads")
     tally.level("attached", 1)
     assert tally.take() is not None
-    tally.add("skipped_chunks", 0)
+    tally.add("chunks_skipped_pins", 0)
     tally.level("attached", 1)
+    tally.add("loads_failed")  # no series: counted, and not sent
     assert tally.take() is None
+    assert tally.totals == {"loads": 1, "loads_failed": 1}
 
 
 def test_each_count_leaves_once_and_the_total_stays() -> None:
@@ -94,7 +98,7 @@ def test_adding_up_does_not_change_what_another_logger_was_given() -> None:
     assert stats is not None
     payload = stats.to_dict()
     for _ in range(2):
-        rebuilt = KVKeepStats.of(payload)
+        rebuilt = KVKeepConnector.build_kv_connector_stats(payload)
         assert rebuilt is not None
         rebuilt.aggregate(KVKeepStats.of(payload))
     assert payload["seen"] == {"load_seconds": [1.0]}
@@ -163,7 +167,6 @@ def test_a_payload_arrives_at_the_series_of_its_engine_only(registered: Register
     tally.add("hit_tokens_l2", 64)
     tally.add("load_failures_daemon_away")
     tally.add("stores_orphan", 3)
-    tally.add("an internal count")
     tally.level("pinned_blocks", 9)
     tally.seen("lookup_seconds", 0.0)
     tally.seen("lookup_seconds", 0.004)
