@@ -80,6 +80,8 @@ SERIES = (
     Series("lookup_seconds", Kind.HISTOGRAM, "How long a request waited for the answer to its lookup."),
     Series("hit_tokens", Kind.COUNTER, "Prompt tokens that vLLM admitted as a hit.", "tier", Tier),
     Series("hit_bytes", Kind.COUNTER, "KV bytes of these tokens, all ranks.", "tier", Tier),
+    Series("hits_declined", Kind.COUNTER, "Hits that take longer to load than to compute: they were computed."),
+    Series("loads_waited_for", Kind.COUNTER, "Requests that waited for what another request was loading."),
     Series("loads", Kind.COUNTER, "Loads that ended well."),
     Series("loaded_tokens", Kind.COUNTER, "Tokens whose KV was loaded."),
     Series("loaded_bytes", Kind.COUNTER, "KV bytes that were loaded, all ranks."),
