@@ -15,7 +15,7 @@ from kvkeep.ipc.messages import HASH_BYTES
 from kvkeep.ipc.vllm.copies import CopyThreads, LoadEnd
 from kvkeep.ipc.vllm.groups import ABSENT
 from kvkeep.ipc.vllm.guard import Guard
-from kvkeep.ipc.vllm.metadata import LoadJob, NamespaceSpec, StoreEnd, StoreJob, StoreReport
+from kvkeep.ipc.vllm.metadata import LoadFailure, LoadJob, NamespaceSpec, StoreEnd, StoreJob, StoreReport
 from kvkeep.ipc.vllm.pages import Pages, Plane
 from tests.vllm.fake_client import FakeClient, FakeDaemon
 
@@ -89,7 +89,7 @@ def test_what_was_stored_is_what_is_loaded(rig: Rig) -> None:
     before = rig.memory.copy()
     rig.copies.submit_load(load(rig, 2, [20, 22, 21, 9, 30, 31, 8, 10]))
     ((end,), _) = rig.collect(loads=1)
-    assert (end.bad_blocks, end.confirmed) == ((), True)
+    assert (end.bad_blocks, end.confirmed, end.failure) == ((), True, None)
     for source, target in enumerate([20, 22, 21, 9, 30, 31, 8, 10]):
         assert np.array_equal(rig.memory[:, target], before[:, source])
     assert rig.daemon.references() == 0
@@ -114,15 +114,36 @@ def test_bad_chunks_are_named_by_their_blocks(rig: Rig, monkeypatch: pytest.Monk
     rig.copies.submit_load(load(rig, 3, list(range(12, 24))))
     ((end,), _) = rig.collect(loads=1)
     assert end.bad_blocks == (16, 17, 18, 19)
-    assert end.confirmed
+    assert (end.confirmed, end.failure, end.good_chunks) == (True, LoadFailure.INVALID, 1)
 
 
 def test_a_handle_that_means_nothing_fails_the_whole_load(rig: Rig) -> None:
     rig.store(1, 1, first_block=0)
-    for handle in (0, 999):
+    for handle, why in ((0, LoadFailure.ERROR), (999, LoadFailure.REFUSED)):
         rig.copies.submit_load(load(rig, 1, [1, 2, 3, 4], handle=handle))
         ((end,), _) = rig.collect(loads=1)
-        assert (end.bad_blocks, end.confirmed) == ((1, 2, 3, 4), False)
+        assert (end.bad_blocks, end.confirmed, end.failure) == ((1, 2, 3, 4), False, why)
+        assert end.good_chunks == 0
+
+
+@pytest.mark.parametrize("when", ["before it is read", "while it is copied"])
+def test_a_load_that_the_daemon_left_says_so(rig: Rig, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    rig.store(1, 2, first_block=0)
+    job = load(rig, 2, list(range(8, 16)))
+    if when == "before it is read":
+        rig.daemon.up = False
+    else:
+        scatter = Pages.scatter
+
+        def dies(self: Pages, *args: Any, **kwargs: Any) -> None:
+            scatter(self, *args, **kwargs)
+            rig.daemon.up = False
+
+        monkeypatch.setattr(Pages, "scatter", dies)
+    rig.copies.submit_load(job)
+    ((end,), _) = rig.collect(loads=1)
+    assert end.failure is LoadFailure.DAEMON_AWAY
+    assert end.bad_blocks
 
 
 def test_an_exception_while_copying_fails_the_load_and_ends_the_read(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +155,7 @@ def test_an_exception_while_copying_fails_the_load_and_ends_the_read(rig: Rig, m
     monkeypatch.setattr(Pages, "scatter", broken)
     rig.copies.submit_load(load(rig, 1, [1, 2, 3, 4]))
     ((end,), _) = rig.collect(loads=1)
-    assert end.bad_blocks == (1, 2, 3, 4)
+    assert (end.bad_blocks, end.failure) == ((1, 2, 3, 4), LoadFailure.ERROR)
     assert rig.daemon.references() == 0
     monkeypatch.setattr(Pages, "gather", broken)
     assert rig.store(2, 1, first_block=0, name="other").end is StoreEnd.FAILED
@@ -162,6 +183,7 @@ def test_a_running_load_is_reported_only_after_its_last_write(monkeypatch: pytes
     go.set()
     ((end,), _) = rig.collect(loads=1)
     assert end.bad_blocks == (14, 15, 16, 17)  # the first chunk was complete, the second never begun
+    assert (end.failure, end.good_chunks) == (LoadFailure.DEADLINE, 1)
     rig.copies.close()
 
 
@@ -182,7 +204,7 @@ def test_a_load_that_no_thread_took_in_time_is_given_up(monkeypatch: pytest.Monk
     ended: list[LoadEnd] = []
     while not ended and time.monotonic() < until:
         ended, _ = rig.copies.take_ended()
-    assert [end.job.request_id for end in ended] == ["r2"]
+    assert [(end.job.request_id, end.failure) for end in ended] == [("r2", LoadFailure.DEADLINE)]
     go.set()
     ended, _ = rig.collect(loads=2)
     assert {end.job.request_id for end in ended} == {"r0", "r1"}
@@ -196,6 +218,7 @@ def test_a_cancelled_load_comes_out_once(rig: Rig) -> None:
         rig.copies.cancel_load(f"r{n}")
     ended, _ = rig.collect(loads=50)
     assert {end.job.request_id for end in ended} == {f"r{n}" for n in range(50)}
+    assert {end.failure for end in ended} <= {LoadFailure.CANCELLED, None}  # a thread may have been faster
     rig.copies.cancel_load("unknown")
 
 
