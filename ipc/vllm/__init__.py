@@ -16,6 +16,11 @@ Who does what::
     metadata.py    what crosses between the two halves
     identity.py    what the bytes depend on, and what is refused
     fingerprint.py the digest of a model's weights
+    adapters.py    content of LoRA adapters, and what chunks of a request are called
+    controls.py    what a request may say about its own caching
+    pace.py        whether a hit is worth loading
+    underway.py    what is being loaded, so that equal prompts are loaded once
+    pins.py        prompts that requests asked to keep
     namespace.py   registers the identity with the daemon, off the engine's thread
     options.py     the ``kvkeep.*`` keys of kv_connector_extra_config
     clients.py     how a half attaches to the daemon

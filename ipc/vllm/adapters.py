@@ -99,6 +99,31 @@ def _stat(path: str) -> tuple[int, ...] | None:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
+class Keys:
+    """What the chunks of a request are called.  One thread, the engine's."""
+
+    def __init__(self, adapters: Adapters | None = None) -> None:
+        self._adapters = adapters
+
+    def chain(self, request: Any, active: Any, chunks: int) -> bytes | None:
+        """32 bytes for each of the first ``chunks``.  None: it has an adapter that is not known."""
+        if request.lora_request is None:
+            chain: bytes = active.chain(request, chunks)
+            return chain
+        digest = self._adapters.digest(request.lora_request) if self._adapters is not None else None
+        return salted_chain(active.chain(request, chunks), digest) if digest is not None else None
+
+    def reading(self, request: Any) -> bool:
+        """Its adapter may be known in a moment."""
+        return self._adapters is not None and self._adapters.reading(request.lora_request)
+
+    def files(self, request: Any) -> Files | None:
+        """That its KV depends on, beside the model's."""
+        if request.lora_request is None or self._adapters is None:
+            return None
+        return self._adapters.files(request.lora_request)
+
+
 class Unknowable(Exception):
     """One sentence: why this adapter is never cached by this engine."""
 

@@ -307,7 +307,7 @@ class Lookups:
     def _learn(self, loading: _Loading) -> None:
         """How long loads take; not from one that nobody wanted any more."""
         tokens, active, job = sum(loading.tokens.values()), loading.active, loading.job
-        if active is not None and loading.failure is not LoadFailure.CANCELLED:
+        if active is not None and job.handle and loading.failure is not LoadFailure.CANCELLED:
             context = (job.first_chunk + job.chunks) * active.chunk_tokens - tokens
             self._pace.load_ended(tokens, context, loading.seconds, ok=loading.failure is None)
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 PREFIX = "kvkeep."
+LEARNED = "learned"  # min_hit is
 
 
 @dataclass(frozen=True)
@@ -18,12 +19,15 @@ class Options:
 
     run_dir: str = ""  # of the daemon; "" = $KVKEEP_RUN_DIR, or from $KVKEEP_NAME
     chunk_tokens: int = 0  # 0 = the daemon's default
-    store_generated: bool = True
+    store_generated: bool = False
+    min_hit: int | str = LEARNED  # tokens; smaller hits are computed
     lookup_deadline_ms: float = 100.0
     l2_wait_ms: float = 1000.0  # on top of it, when the daemon has L2
     transfer_deadline_s: float = 5.0  # of one load or one store, waiting in the queue included
     pinned_fraction: float = 0.25  # of the engine's KV blocks may be held for stores in flight
     load_threads: int = 2
+    trust_new_adapters: bool = False  # files of LoRA adapters that are newer than the engine are never changed in place
+    max_pin_s: float = 0.0  # how long requests may keep their prompts in L1
 
 
 class OptionError(ValueError):
@@ -37,6 +41,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     "transfer_deadline_s": (0.001, 3600),
     "pinned_fraction": (0, 1),
     "load_threads": (1, 64),
+    "min_hit": (0, 1 << 30),
+    "max_pin_s": (0, 366 * 86400),
 }
 
 
@@ -56,6 +62,12 @@ def parse(extra: Mapping[str, object]) -> Options:
 
 
 def _checked(key: str, field: str, value: object, wanted: type) -> object:
+    if field == "min_hit":
+        if value == LEARNED:
+            return value
+        if type(value) is not int:
+            raise OptionError(f"{key} is {value!r}: it must be {LEARNED!r} or a number of tokens")
+        wanted = int
     if wanted is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if type(value) is not wanted:

@@ -25,7 +25,8 @@ from collections.abc import Callable, Iterable
 from statistics import median
 from typing import NamedTuple
 
-LEARNED = "learned"
+from kvkeep.ipc.vllm.options import LEARNED
+
 WINDOW = 32  # samples
 ENOUGH = 5  # ... before anything is declined; one of them may be far out
 REFIT_EVERY = 8  # samples, once the window is full

@@ -10,6 +10,7 @@ from typing import Any
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 
+from kvkeep.ipc.vllm.controls import Scope
 from kvkeep.ipc.vllm.groups import Group
 from kvkeep.ipc.vllm.guard import Guard
 from kvkeep.ipc.vllm.lookups import Active, Lookups
@@ -48,7 +49,9 @@ class Request:
 class Bench:
     """Both parts of the scheduler half, a real block pool, and a daemon in this process."""
 
-    def __init__(self, blocks: int = 101, *, events: Any = None, **options: Any) -> None:
+    def __init__(
+        self, blocks: int = 101, *, events: Any = None, keys: Any = None, pace: Any = None, **options: Any
+    ) -> None:
         self.daemon = FakeDaemon()
         self.client = FakeClient(self.daemon)
         self.guard = Guard(print)
@@ -56,8 +59,9 @@ class Bench:
         self.counters = self.tally.totals
         self.pool = BlockPool(blocks, True, BLOCK)
         chosen = Options(**options)
-        self.lookups = Lookups(self.client, chosen, self.guard, self.tally, events=events)
-        self.stores = Stores(self.pool, chosen, self.lookups, self.guard, self.tally, events=events)
+        common: Any = {"events": events, "keys": keys}
+        self.lookups = Lookups(self.client, chosen, self.guard, self.tally, pace=pace, **common)
+        self.stores = Stores(self.pool, chosen, self.lookups, self.guard, self.tally, **common)
         self.active = self.register(0)
         self.tables: dict[str, list[Any]] = {}
 
@@ -65,9 +69,9 @@ class Bench:
         space = self.client.register({"generation": generation}, shard_bytes=SHARD_BYTES)
         return Active(space, generation, CHUNK, (Group(BLOCK),), BLOCK, chunk_bytes=SHARD_BYTES)
 
-    def add(self, request: Request, *, blocks: int | None = None) -> Request:
+    def add(self, request: Request, *, blocks: int | None = None, scope: Scope = Scope.ALL) -> Request:
         """Arrives and is given blocks; lookups are left to the test."""
-        self.stores.on_new_request(request, self.active.generation)
+        self.stores.on_new_request(request, self.active.generation, scope)
         count = -(-request.num_tokens // BLOCK) if blocks is None else blocks
         self.tables[request.request_id] = self.pool.get_new_blocks(count)
         return request

@@ -87,20 +87,33 @@ class Host:
                 "kv_connector": "KVKeepConnector",
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": settings.get("policy", "recompute"),
-                "kv_connector_extra_config": {"kvkeep.chunk_tokens": 64} | settings.get("options", {}),
+                "kv_connector_extra_config": {"kvkeep.chunk_tokens": 64, "kvkeep.min_hit": 0}
+                | settings.get("options", {}),
             }
         self.llm = LLM(**options | settings.get("engine", {}))
         self.start_s = time.monotonic() - began
         self.longest: dict[str, float] = {}  # seconds of the longest call of each entry point of the connector
+        self.payloads = 0  # connector stats that went to vLLM's loggers
         self.busy_s = 0.0  # processor time that the engine's thread spent in the connector
         if settings.get("connector", True) and not settings.get("multiprocessing"):
             from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
             core = self.llm.llm_engine.engine_core.engine_core
+            core.scheduler.connector.get_kv_connector_stats = self.counted(
+                core.scheduler.connector.get_kv_connector_stats
+            )
             here = (get_kv_transfer_group(),) if has_kv_transfer_group() else ()  # else each rank has its process
             for connector in (core.scheduler.connector, *here):
                 for name in ENTRY_POINTS:
                     setattr(connector, name, self.timed(name, getattr(connector, name)))
+
+    def counted(self, take_stats: Any) -> Any:
+        def run() -> Any:
+            stats = take_stats()
+            self.payloads += stats is not None
+            return stats
+
+        return run
 
     def timed(self, name: str, method: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -114,16 +127,26 @@ class Host:
         return run
 
     def generate(
-        self, prompts: list[list[int]], max_tokens: int = 8, salts: list[str] | None = None, logprobs: int = 2
+        self,
+        prompts: list[list[int]],
+        max_tokens: int = 8,
+        salts: list[str] | None = None,
+        logprobs: int = 2,
+        adapter: tuple[str, int, str] | None = None,
+        wishes: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
+        """``adapter``: name, id and path of a LoRA adapter; ``wishes``: kv_transfer_params."""
         from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
 
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=logprobs)
+        params.extra_args = {"kv_transfer_params": wishes} if wishes is not None else None
+        lora = LoRARequest(*adapter) if adapter is not None else None
         inputs: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
         for one, salt in zip(inputs, salts or [], strict=False):
             one["cache_salt"] = salt
         began = time.monotonic()
-        outputs = self.llm.generate(inputs, params, use_tqdm=False)
+        outputs = self.llm.generate(inputs, params, use_tqdm=False, lora_request=lora)
         seconds = time.monotonic() - began
         answers = []
         for output in outputs:
@@ -149,12 +172,19 @@ class Host:
                 found[metric.name] = found.get(metric.name, 0) + metric.value
         return found
 
+    def series(self) -> list[tuple[str, dict[str, str], float]]:
+        """Everything of vLLM and of ours in this process' Prometheus registry: name, labels, value."""
+        from prometheus_client import REGISTRY
+
+        families = [family for family in REGISTRY.collect() if family.name.startswith("vllm:")]
+        return [(one.name, one.labels, one.value) for family in families for one in family.samples]
+
     def settle(self, deadline_s: float = 10.0) -> dict[str, Any]:
         """Step the engine until its stores are reported; in process nobody does that for an idle engine."""
         core = self.llm.llm_engine.engine_core.engine_core
         until = time.monotonic() + deadline_s
         while core.scheduler.connector.has_pending_push_work() and time.monotonic() < until:
-            core.step_fn()
+            self.llm.llm_engine.step()  # not the core's: vLLM's loggers get their statistics here
             time.sleep(0.002)
         return self.report()
 
@@ -186,6 +216,7 @@ class Host:
             "blocks": pool.num_gpu_blocks,
             "free_blocks": pool.get_num_free_blocks(),
             "sent": dict(self.faults.sent),
+            "payloads": self.payloads,
             "busy_ms": round(self.busy_s * 1000, 3),
             "longest_ms": {name: round(seconds * 1000, 2) for name, seconds in self.longest.items()},
         }

@@ -25,7 +25,7 @@ class Pair(NamedTuple):
 
 @pytest.fixture(scope="module")
 def pair(make_engine: Callable[..., Engine], shared_daemon: Daemon) -> Pair:
-    first = make_engine(daemon=shared_daemon)
+    first = make_engine(daemon=shared_daemon, options={"kvkeep.store_generated": True})
     second = make_engine(daemon=shared_daemon, engine={"max_num_batched_tokens": 96})
     return Pair(first.ready(), second.ready(), shared_daemon)
 

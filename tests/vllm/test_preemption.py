@@ -18,7 +18,7 @@ CHUNK = 64
 def cramped(make_engine: Callable[..., Engine], shared_daemon: Daemon) -> Engine:
     """40 blocks of 32 tokens."""
     settings = {"num_gpu_blocks_override": 40, "max_model_len": 1024, "max_num_batched_tokens": 1024}
-    return make_engine(daemon=shared_daemon, engine=settings).ready()
+    return make_engine(daemon=shared_daemon, engine=settings, options={"kvkeep.store_generated": True}).ready()
 
 
 @pytest.mark.parametrize("slow_s", [0.0, 0.02])

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from kvkeep.ipc.messages import HASH_BYTES
+from kvkeep.ipc.vllm.controls import Scope
 from kvkeep.ipc.vllm.metadata import StoreEnd, StoreJob, StoreReport
 from tests.vllm.bench import BLOCK, CHUNK, PER_CHUNK, Bench, Request
 
@@ -39,12 +40,17 @@ def test_a_generated_token_counts_once_it_is_computed(bench: Bench) -> None:
     assert bench.stores._progress["a"].stored == 1
 
 
-def test_without_store_generated_the_chunk_with_generated_tokens_is_left_out() -> None:
-    bench = Bench(store_generated=False)
-    request = bench.add(Request("a", CHUNK + 10), blocks=20)
+def test_of_a_request_whose_prompt_is_stored_the_chunk_with_generated_tokens_is_left_out(bench: Bench) -> None:
+    request = bench.add(Request("a", CHUNK + 10), blocks=20, scope=Scope.PROMPT)
     assert [chunks(job) for job in bench.step(request, CHUNK + 10)] == [(0, 1)]
     request.grow(2 * CHUNK)
     assert bench.step(request, 2 * CHUNK) == []
+
+
+def test_of_a_request_that_is_not_to_be_stored_nothing_is(bench: Bench) -> None:
+    request = bench.add(Request("a", 2 * CHUNK), scope=Scope.NONE)
+    assert bench.step(request, 2 * CHUNK) == []
+    assert bench.stores.pinned_blocks == 0
 
 
 def test_the_blocks_of_a_job_are_pinned_until_it_is_reported(bench: Bench) -> None:
