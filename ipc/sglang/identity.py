@@ -21,6 +21,8 @@ from kvkeep.ipc.vllm import fingerprint  # of weights; knows nothing of vLLM
 FORMAT = 1  # how a page lies in its extent
 MAX_SHARDS = 64  # ranks that make a page
 
+_HINT = "set kvkeep.identity to a text that is another for other weights and settings"
+
 _MODEL = (
     "model_path", "revision", "load_format", "json_model_override_args", "dtype", "quantization",
     "quantization_param_path", "kv_cache_dtype", "modelopt_quant", "rl_quant_profile", "qsa_indexer_dtype",
@@ -60,22 +62,21 @@ def engine(model_name: str | None, named: str) -> dict[str, object]:
         draft = speculation.get("speculative_draft_model_path")
         if draft and not named:
             revision = speculation.get("speculative_draft_model_revision")
-            document["draft_weights"] = _weights(str(draft), revision, "auto")
+            document["draft_weights"] = _weights(draft, revision, "auto")
     if not named:
-        path, revision = (model.get("model_path"), model.get("revision")) if model is not None else (None, None)
-        load_format = str(model.get("load_format")) if model is not None else "auto"
-        document["weights"] = _weights(str(path) if path else model_name, revision, load_format)
+        if model is None:
+            raise Refused(f"the settings of this SGLang ({_version() or 'unknown'}) cannot be read: {_HINT}")
+        document["weights"] = _weights(model["model_path"], model["revision"], str(model["load_format"]))
     return document
 
 
-def _weights(model: str | None, revision: Any, load_format: str) -> str:
-    hint = "set kvkeep.identity to a text that is another for other weights"
+def _weights(model: str | None, revision: str | None, load_format: str) -> str:
     if not model or load_format == "dummy":
-        raise Refused(f"nothing tells the weights apart from others ({load_format} weights of {model!r}): {hint}")
+        raise Refused(f"nothing tells the weights apart from others ({load_format} weights of {model!r}): {_HINT}")
     try:
-        return fingerprint.weights(model, revision, load_format, 0)
+        return fingerprint.weights(str(model), revision, load_format, 0)
     except (fingerprint.NoFingerprint, ImportError, OSError) as error:
-        raise Refused(f"{error}; or {hint}") from None
+        raise Refused(f"{error}; or {_HINT}") from None
 
 
 def pool(name: str, pages: HostPages) -> dict[str, object]:

@@ -15,7 +15,6 @@ A pool may have no bytes at all (an anchor of other pools): its pages are then o
 
 from __future__ import annotations
 
-import ctypes
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -98,7 +97,7 @@ class HostPages:
         addresses, sizes = self.pool.get_page_buffer_meta(indices)
         if _each(sizes, len(addresses)) != self.sizes * count:
             raise ValueError(f"{len(addresses)} buffers for {count} pages of {each}, or of other sizes than before")
-        runs = [_memory(address, size) for address, size in zip(addresses, self.sizes * count, strict=True)]
+        runs = _memory(addresses, self.sizes * count)
         return [runs[at : at + each] for at in range(0, len(runs), each)]
 
 
@@ -113,5 +112,16 @@ def _each(sizes: int | Sequence[int], count: int) -> list[int]:
     return [int(sizes)] * count if isinstance(sizes, int) else [int(size) for size in sizes]
 
 
-def _memory(address: int, size: int) -> Bytes:
-    return np.frombuffer(memoryview((ctypes.c_uint8 * size).from_address(int(address))), np.uint8)
+class _Span:
+    """Memory of this process, for numpy; nothing in it is touched but through slices."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__array_interface__ = {"version": 3, "data": (address, False), "shape": (size,), "typestr": "|u1"}
+
+
+def _memory(addresses: Sequence[int], sizes: Sequence[int]) -> list[Bytes]:
+    """One slice of one array for each run: an array of its own costs five times as much, and there may be thousands."""
+    low = min(addresses)
+    high = max(address + size for address, size in zip(addresses, sizes, strict=True))
+    span = np.asarray(_Span(low, high - low))
+    return [span[address - low : address - low + size] for address, size in zip(addresses, sizes, strict=True)]

@@ -7,11 +7,14 @@ import logging
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -285,8 +288,10 @@ def test_an_unknown_option_is_one_sentence() -> None:
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        ({"extra_config": None, "model_name": None}, "nothing tells the weights apart"),
-        ({"extra_config": {}, "model_name": "/nonexistent/model"}, "kvkeep.identity"),
+        (
+            {"extra_config": None, "model_name": None},
+            "the settings of this SGLang (unknown) cannot be read: set kvkeep",
+        ),
         ({"extra_config": {"kvkeep.identity": "x"}, "dcp_size": 2}, "dcp_size is 2: this version supports 1"),
         ({"extra_config": {"kvkeep.identity": "x"}, "tp_size": 128}, "tp_size 128 x attn_cp_size 1 ranks, at most 64"),
     ],
@@ -301,19 +306,78 @@ def test_an_engine_that_is_refused_runs_without(config: Any, sentence: str, capl
     backend.close()
 
 
-def test_weights_are_told_apart_without_an_option(engine: Callable[..., Engine], tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "model.bin").write_bytes(name.encode() * 5000)
-    (tmp_path / "same").symlink_to(tmp_path / "a")
+def settings(monkeypatch: Any, **changed: Any) -> None:
+    """What SGLang has resolved of its flags, as far as we read it."""
+    model = {
+        "model_path": "/none",
+        "revision": None,
+        "load_format": "auto",
+        "dtype": "bfloat16",
+        "kv_cache_dtype": "auto",
+    }
+    spec = {"speculative_algorithm": None, "speculative_draft_model_path": None}
+    for known in (model, spec):
+        known.update({name: changed[name] for name in known if name in changed})
+    module = ModuleType("sglang.srt.runtime_context")
+    module.get_model, module.get_spec = (lambda: SimpleNamespace(**model)), (lambda: SimpleNamespace(**spec))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> str:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.bin").write_bytes(b"a" * 5000)
+    return str(tmp_path / "model")
+
+
+def test_weights_are_told_apart_by_their_content(engine: Callable[..., Engine], weights: str, monkeypatch: Any) -> None:
     named: dict[str, Any] = {"extra": {"kvkeep.identity": ""}}
-    one = engine(HostPool("page_first", 1), model_name=str(tmp_path / "a"), **named)
+    settings(monkeypatch, model_path=weights)
+    assert engine(HostPool("page_first", 1), **named).store(keys(2), range(2))
+    assert engine(HostPool("page_first", 2), **named).backend.batch_exists(keys(2)) == 2
+    Path(weights, "model.bin").write_bytes(b"b" * 5000)
+    assert engine(HostPool("page_first", 2), **named).backend.batch_exists(keys(2)) == 0
+    Path(weights, "model.bin").write_bytes(b"a" * 5000)
+    assert engine(HostPool("page_first", 2), **named).backend.batch_exists(keys(2)) == 2
+
+
+@pytest.mark.parametrize(
+    "changed", [{"kv_cache_dtype": "fp8_e5m2"}, {"dtype": "float16"}, {"speculative_algorithm": "EAGLE"}], ids=str
+)
+def test_other_settings_are_another_identity(
+    engine: Callable[..., Engine], changed: dict[str, str], monkeypatch: Any
+) -> None:
+    settings(monkeypatch)
+    one = engine(HostPool("page_first", 1))
     assert one.store(keys(2), range(2))
-    again = engine(HostPool("page_first", 2), model_name=str(tmp_path / "a"), **named)
-    assert again.backend.batch_exists(keys(2)) == 2
-    (tmp_path / "a" / "model.bin").write_bytes(b"c" * 5000)
-    other = engine(HostPool("page_first", 2), model_name=str(tmp_path / "a"), **named)
-    assert other.backend.batch_exists(keys(2)) == 0
+    settings(monkeypatch, **changed)
+    assert engine(HostPool("page_first", 2)).backend.batch_exists(keys(2)) == 0
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"model_path": "/nonexistent"}, "or set kvkeep.identity to a text that is another for other weights"),
+        ({"load_format": "dummy"}, "nothing tells the weights apart from others (dummy weights of '/none')"),
+        ({"speculative_draft_model_path": "/nonexistent"}, "or set kvkeep.identity"),
+    ],
+)
+def test_weights_without_a_fingerprint_are_not_cached(
+    changed: dict[str, str], sentence: str, monkeypatch: Any, caplog: Any
+) -> None:
+    settings(monkeypatch, **changed)
+    with caplog.at_level(logging.WARNING, "kvkeep.sglang"):
+        backend = KVKeepStorage(Config(extra_config={}), {})
+    assert sentence in caplog.text
+    all_miss(backend)
+
+
+def test_keys_without_adapter_and_salt_are_not_cached(monkeypatch: Any, caplog: Any) -> None:
+    monkeypatch.setitem(sys.modules, "sglang.srt.mem_cache.utils", ModuleType("sglang.srt.mem_cache.utils"))
+    with caplog.at_level(logging.WARNING, "kvkeep.sglang"):
+        backend = KVKeepStorage(Config(extra_config={"kvkeep.identity": "x"}), {})
+    assert "do not name adapter and salt; use 0.5.23 or newer" in caplog.text
+    all_miss(backend)
 
 
 # ---- daemons that come and go ----------------------------------------------------------------------------------------
@@ -722,6 +786,28 @@ def test_what_was_found_in_l2_is_not_held_for_ever(
     assert one.backend.batch_exists(keys(4)) == 4
     at_rest(daemon.run_dir)
     one.close()
+    eventually(lambda: "kvkeep-pins" not in {thread.name for thread in threading.enumerate()})
+
+
+def test_what_sglang_measures(engine: Callable[..., Engine], monkeypatch: Any) -> None:
+    @dataclass
+    class StorageMetrics:
+        prefetch_pgs: list[int] = field(default_factory=list)
+        backup_pgs: list[int] = field(default_factory=list)
+        prefetch_bandwidth: list[float] = field(default_factory=list)
+        backup_bandwidth: list[float] = field(default_factory=list)
+
+    module = ModuleType("sglang.srt.observability.metrics_collector")
+    module.StorageMetrics = StorageMetrics  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "sglang.srt.observability", ModuleType("sglang.srt.observability"))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    one = engine(HostPool("page_first", 1), enable_storage_metrics=True)
+    assert one.store(keys(4), range(4))
+    assert one.load(keys(5), range(4, 9)) == 4
+    stats = one.backend.get_stats()
+    assert (stats.backup_pgs, stats.prefetch_pgs) == ([4], [4])
+    assert stats.backup_bandwidth[0] > 0
+    assert one.backend.get_stats() == StorageMetrics(), "since the last time"
 
 
 def test_the_launch_flags_of_the_document_name_this_class() -> None:

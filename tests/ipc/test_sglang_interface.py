@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import Daemon
+from tests.ipc.conftest import eventually
 from tests.ipc.sglang_engine import ABSTRACT, REAL, Config, Engine, HostPool, KVKeepStorage, keys
 
 pytestmark = pytest.mark.skipif(not REAL, reason="SGLang's files are not on the path")
@@ -51,6 +52,7 @@ def test_its_factory_makes_the_backend_and_its_types_go_in_and_out(daemon: Daemo
     )
     backend = factory.create_backend("dynamic", config, one.pool)
     assert type(backend) is KVKeepStorage
+    eventually(lambda: backend._client.attached)
     backend.register_mem_pool_host(one.pool)
     backend.on_host_pools_registered()
     backend.register_mem_host_pool_v2(one.pool, module.PoolName.KV)
