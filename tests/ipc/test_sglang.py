@@ -7,6 +7,7 @@ import logging
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -501,15 +502,37 @@ def test_kills_under_load_from_many_threads_give_no_error_and_no_wrong_byte(
         assert kv.check() == {"ok": True, "problem": ""}
 
 
-def test_a_killed_engine_holds_nothing(daemon: Daemon) -> None:
-    """Its references end with its connection, as those of any client."""
-    one = Engine(daemon, HostPool("page_first", 1))
+CHILD = """
+import sys
+from pathlib import Path
+from tests.ipc.sglang_engine import Engine, HostPool, keys
+one = Engine(Path(sys.argv[1]), HostPool("page_first", 7))
+names = [bytes.fromhex(key) for key in keys(6)]
+namespace = one.backend._pools["kv"].shelf.namespace
+got = one.load(keys(3), range(6, 9))
+found, granted = one.client.lookup(namespace, names), one.client.reserve(namespace, names)
+print(got, one.bytes_of(6).hex()[:32], found.ready, len(granted), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_killed_engine_holds_nothing(engine: Callable[..., Engine], daemon: Daemon) -> None:
+    one = engine(HostPool("page_first", 1))
     assert one.store(keys(3), range(3))
-    shelf = one.backend._pools["kv"].shelf
-    held = one.client.lookup(shelf.namespace, [bytes.fromhex(key) for key in keys(3)])
-    assert held.ready == 3
-    one.close()
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(daemon.run_dir)],
+        cwd=Path(__file__).parents[2],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline().split() == ["3", one.bytes_of(0).hex()[:32], "3", "3"]
+        assert one.client.stats()["l1"]["references"] > 0
+        child.kill()
     at_rest(daemon.run_dir)
+    assert one.store(keys(6), range(6))
+    assert one.backend.batch_exists(keys(6)) == 6
 
 
 # ---- what goes wrong -------------------------------------------------------------------------------------------------
@@ -737,6 +760,17 @@ def test_with_prefix_keys_a_batch_hangs_on_what_is_before_it(engine: Callable[..
     at_rest(daemon.run_dir)
 
 
+def test_chains_longer_than_a_message(engine: Callable[..., Engine], monkeypatch: Any) -> None:
+    monkeypatch.setattr("kvkeep.ipc.sglang.shelf.MAX_CHUNKS", 4)
+    one = engine(HostPool("page_first", 1))
+    chain = keys(9)
+    for at in range(0, 9, 3):
+        assert one.store(chain[at : at + 3], range(at, at + 3), extra_info=ExtraInfo(prefix_keys=chain[:at]))
+    assert one.backend.batch_exists(chain) == 9
+    assert one.load(chain[6:], [9, 10, 11], extra_info=ExtraInfo(prefix_keys=chain[:6])) == 3
+    assert one.bytes_of(9) == one.bytes_of(6)
+
+
 def test_heads_stay_younger_than_tails(make_daemon: Callable[..., Daemon]) -> None:
     daemon = make_daemon(l1_mib=8)
     one = Engine(daemon, HostPool("page_first", 1, pages=8, page_size=256))
@@ -751,7 +785,10 @@ def test_heads_stay_younger_than_tails(make_daemon: Callable[..., Daemon]) -> No
     one.close()
 
 
-def test_what_l1_forgot_is_found_and_held_until_it_is_read(make_daemon: Callable[..., Daemon], tmp_path: Path) -> None:
+def test_what_l1_forgot_is_found_and_held_until_it_is_read(
+    make_daemon: Callable[..., Daemon], tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("kvkeep.ipc.sglang.shelf.HOLD_S", 600.0)
     daemon = make_daemon(fs(tmp_path))
     one = Engine(daemon, HostPool("page_first", 1), extra={"kvkeep.l2_wait_ms": 20_000})
     eventually(lambda: all(row["phase"] == "serving" for row in one.client.stats()["l2"]))
