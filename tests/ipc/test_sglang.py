@@ -690,6 +690,8 @@ def test_a_hit_is_what_all_pools_have(engine: Callable[..., Engine], seed: int) 
     one, other = (engine(HostPool("page_first", seed + i)) for i in range(2))
     pools = [{"indexer": HostPool("page_first", seed + 2), "mamba": WholePagePool("layer_first", seed + 3)}, {}]
     pools[1] = {"indexer": HostPool("page_first", seed + 4), "mamba": WholePagePool("layer_first", seed + 5)}
+    for i, extra in enumerate(pools):
+        extra["swa"] = HostPool("page_first", seed + 6 + i)
     for rank, extra in zip((one, other), pools, strict=True):
         rank.backend.register_mem_host_pool_v2(rank.pool, "kv")
         for name, pool in extra.items():
@@ -699,6 +701,8 @@ def test_a_hit_is_what_all_pools_have(engine: Callable[..., Engine], seed: int) 
     indexer = Transfer("indexer", one.indices(range(6)), chain[:6])
     states = Transfer("mamba", one.indices([2, 5]), [chain[2], chain[4]], "trailing_pages")
     assert one.backend.batch_set_v2([indexer, states]) == {"indexer": [True] * 6, "mamba": [True] * 2}
+    window = Transfer("swa", one.indices([0, 1, 2]), chain[1:4], "trailing_pages")
+    assert one.backend.batch_set_v2([window]) == {"swa": [True] * 3}
 
     def ask(*transfers: Transfer) -> tuple[int, Any, Any]:
         found = other.backend.batch_exists_v2(chain, list(transfers))
@@ -708,6 +712,9 @@ def test_a_hit_is_what_all_pools_have(engine: Callable[..., Engine], seed: int) 
     assert ask() == (7, {"kv": 7}, [1, 2, 3, 4, 5, 6, 7])
     assert ask(every) == (6, {"kv": 7, "indexer": 6}, [1, 2, 3, 4, 5, 6])
     assert ask(every, last) == (5, {"kv": 7, "indexer": 6, "mamba": 5}, [3, 5])
+    two = Transfer("swa", keys=chain[:2], hit_policy="trailing_pages")
+    assert ask(two) == (4, {"kv": 7, "swa": 4}, [3, 4])
+    assert ask(last, two) == (3, {"kv": 7, "mamba": 5, "swa": 4}, [3])
     assert ask(last, Transfer("unknown")) == (0, {"kv": 7, "mamba": 5}, [])
     assert ask(Transfer("unknown", hit_policy="block_groups")) == (7, {"kv": 7}, [1, 2, 3, 4, 5, 6, 7])
     got = other.backend.batch_get_v2(
@@ -753,9 +760,9 @@ def test_with_prefix_keys_a_batch_hangs_on_what_is_before_it(engine: Callable[..
     assert one.bytes_of(8) == one.bytes_of(4)
     assert one.store(chain[:4], range(4), extra_info=ExtraInfo(prefix_keys=[]))
     more = keys(10)[8:]
-    assert one.store(more, [0, 1], extra_info=ExtraInfo(prefix_keys=chain))
+    assert one.store(more, [10, 11], extra_info=ExtraInfo(prefix_keys=chain))
     assert one.load(more, [2, 3], extra_info=ExtraInfo(prefix_keys=chain)) == 2
-    assert one.bytes_of(3) == one.bytes_of(1)
+    assert one.bytes_of(3) == one.bytes_of(11)
     assert one.load(keys(2, 9), [2, 3], extra_info=ExtraInfo(prefix_keys=chain)) == 0
     at_rest(daemon.run_dir)
 
