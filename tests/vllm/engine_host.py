@@ -179,6 +179,11 @@ class Host:
         families = [family for family in REGISTRY.collect() if family.name.startswith("vllm:")]
         return [(one.name, one.labels, one.value) for family in families for one in family.samples]
 
+    def log_stats(self) -> bool:
+        """What vLLM does every ten seconds."""
+        self.llm.llm_engine.do_log_stats()
+        return True
+
     def settle(self, deadline_s: float = 10.0) -> dict[str, Any]:
         """Step the engine until its stores are reported; in process nobody does that for an idle engine."""
         core = self.llm.llm_engine.engine_core.engine_core

@@ -41,6 +41,9 @@ ENTRY_POINTS: dict[str, tuple[tuple[Any, ...], Any]] = {
     "update_connector_output": ((SimpleNamespace(kv_connector_worker_meta=None),), None),
     "request_finished": ((None, []), (False, None)),
     "request_finished_all_groups": ((None, ([],)), (False, None)),
+    "get_external_cache_hit_sources": ((None, 0), {}),
+    "get_kv_connector_stats": ((), None),
+    "take_events": ((), ()),
     "has_pending_push_work": ((), False),
     "shutdown": ((), None),
 }
@@ -127,3 +130,6 @@ def test_an_engine_in_several_processes_is_served_and_gives_its_blocks_back_when
         time.sleep(0.02)
     assert_same_outputs(engine.generate(prompts), wanted)
     assert engine.external_hits() == 4 * 192
+    ours = {(name, *labels.values()): value for name, labels, value in engine.ask("series") if "kvkeep" in name}
+    assert sum(value for (name, *_), value in ours.items() if name == "vllm:kvkeep_loaded_tokens_total") == 4 * 192
+    assert sum(value for (name, *_), value in ours.items() if name == "vllm:kvkeep_stored_tokens_total") == 4 * 192

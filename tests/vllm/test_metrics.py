@@ -165,6 +165,18 @@ def test_loads_that_fail_are_counted_by_reason_and_their_tokens_apart(engine: En
         assert grown("failed_tokens_total") > 0
 
 
+def test_vllms_log_line_has_what_the_connector_did(engine: Engine) -> None:
+    engine.ask("log_stats")
+    begin = engine.log.stat().st_size
+    engine.generate([prompt(400, 2 * CHUNK + 1)], max_tokens=1)
+    engine.ask("settle")
+    engine.ask("log_stats")
+    (line,) = [one for one in engine.log.read_bytes()[begin:].decode().splitlines() if "KV Transfer metrics" in one]
+    assert "kvkeep lookups=1, hit tokens=0," in line
+    assert f"stored tokens={2 * CHUNK}," in line
+    assert "failed" not in line
+
+
 def test_a_request_that_only_decodes_makes_no_payload(engine: Engine) -> None:
     engine.generate([prompt(500, CHUNK + 1)])
     engine.ask("settle")
