@@ -14,6 +14,8 @@ Who does what::
     copies.py      the copy threads: deadlines, exactly-once completion
     pages.py       the paged KV memory as opaque bytes
     metadata.py    what crosses between the two halves
+    stats.py       what is counted, in vLLM's log and for Prometheus
+    events.py      what routers are told
     identity.py    what the bytes depend on, and what is refused
     fingerprint.py the digest of a model's weights
     adapters.py    content of LoRA adapters, and what chunks of a request are called

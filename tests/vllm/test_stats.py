@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -151,6 +152,16 @@ def test_every_series_is_there_at_zero_for_each_engine(registered: Registered) -
         for own in [{series.label: member.value} for member in series.values or ()] or [{}]:
             for engine in (0, 1):
                 assert registered.value(series.name + suffix, engine, **own) == 0, series.name
+
+
+def test_every_series_and_every_value_of_its_label_is_in_the_documentation() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text()
+    table = text[text.index("## Metrics") : text.index("## KV events")]
+    for series in SERIES:
+        name = series.name + ("_total" if series.kind is Kind.COUNTER else "")
+        assert f"`{name}{{{series.label}}}`" in table if series.label else f"`{name}`" in table, name
+        for member in series.values or ():
+            assert f"`{member.value}`" in table, (name, member)
 
 
 def test_names_follow_the_conventions_of_prometheus(registered: Registered) -> None:
