@@ -291,7 +291,7 @@ def test_an_unknown_option_is_one_sentence() -> None:
     [
         (
             {"extra_config": None, "model_name": None},
-            "the settings of this SGLang (unknown) cannot be read: set kvkeep",
+            "cannot be read: set kvkeep.identity",
         ),
         ({"extra_config": {"kvkeep.identity": "x"}, "dcp_size": 2}, "dcp_size is 2: this version supports 1"),
         ({"extra_config": {"kvkeep.identity": "x"}, "tp_size": 128}, "tp_size 128 x attn_cp_size 1 ranks, at most 64"),
