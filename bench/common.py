@@ -63,6 +63,7 @@ class Report:
 
     def __init__(self, args: argparse.Namespace, title: str) -> None:
         self._json, self._seed = args.json, args.seed
+        self.failures = 0
         self._head = False
         self._title = title
         self._reference = ""
@@ -104,6 +105,11 @@ class Report:
         """A case that this machine does not allow: said, not left out."""
         self.case(case, None, unit, not_measured=why)
 
+    def failed(self, case: str, unit: str, why: str) -> None:
+        """A case whose figures would not mean what they say: said instead of them."""
+        self.failures += 1
+        self.case(case, None, unit, failed=why)
+
     def note(self, text: str) -> None:
         """For people: what is going on.  Not part of the result."""
         if not self._json and sys.stderr.isatty():
@@ -115,7 +121,8 @@ class Report:
             print(f"{self._title}\n{machine()}\n")
             print(f"{'case':<30}{'value':>11} {'unit':<9}{'p99':>10}{'reference':>11}{'ratio':>8}  bar")
         if line["value"] is None:
-            print(f"{line['case']:<30}not measured: {line.get('not_measured', '')}", flush=True)
+            why = f"FAILED: {line['failed']}" if "failed" in line else f"not measured: {line.get('not_measured', '')}"
+            print(f"{line['case']:<30}{why}", flush=True)
             return
         bar = f"{line['bar']} {'holds' if line['ok'] else 'MISSED'}" if "bar" in line else ""
         cells = (_cell(line[k]) if k in line else "" for k in ("p99", "reference", "ratio"))
@@ -127,7 +134,7 @@ class Report:
         rest = [f"{k} {v}" for k, v in line.items() if k not in known and v not in (None, "")]
         if line["reference_name"] != self._reference:
             self._reference = line["reference_name"]
-            rest.insert(0, f"reference: {self._reference}")
+            rest[:0] = [f"reference: {self._reference}"] if self._reference else []
         print(f"    {', '.join(rest)}", flush=True)
 
 
