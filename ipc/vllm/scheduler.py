@@ -68,6 +68,7 @@ class SchedulerHalf:
         self._pinner: Pinner | None = None
         self._keys = self._make_keys()
         self._pace = Pace(options.min_hit)
+        self._epoch_of_daemon = 0  # that its loads were measured with
         self.tally = Tally()
         self._events = events.Events(kv_cache_config, self._hash_block_size) if events.wanted(vllm_config) else None
         self.lookups: Lookups | None = None
@@ -143,10 +144,12 @@ class SchedulerHalf:
         registered = self._keeper.current if self._keeper is not None else None
         if registered is None or self._facts is None or not self._client.attached or self._client.hung:
             return None
+        if self._client.epoch != self._epoch_of_daemon:  # another daemon, or one that was restarted
+            self._epoch_of_daemon = self._client.epoch
+            self._pace.forget_loads()
         if registered is not self._registered:
             spec = registered.spec
             self._registered = registered
-            self._pace.forget_loads()
             self._active = Active(
                 registered.namespace,
                 spec.generation,
@@ -187,7 +190,6 @@ class SchedulerHalf:
             return KVKeepMetadata()
         metadata = KVKeepMetadata(loads=self.lookups.take_new_loads(), generation=self._generation)
         try:
-            metadata.step = self._begin_step(output)
             active = self.active()
             self.tally.level("attached", int(active is not None))
             if active is not None:
@@ -196,6 +198,10 @@ class SchedulerHalf:
                 metadata.stores = tuple(self.stores.new_jobs(output, active))
         except Exception as error:  # the loads must go out whatever happens here
             self._guard.note("new_stores", error)
+        try:
+            metadata.step = self._begin_step(output)
+        except Exception as error:
+            self._guard.note("begin_step", error)
         return metadata
 
     def _begin_step(self, output: SchedulerOutput) -> int:

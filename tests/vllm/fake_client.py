@@ -53,6 +53,7 @@ class FakeDaemon:
 class FakeClient:
     hung = False
     has_l2 = False
+    epoch = 1
 
     def __init__(self, daemon: FakeDaemon) -> None:
         self.daemon = daemon

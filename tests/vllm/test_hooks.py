@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from blake3 import blake3
 
-from kvkeep.ipc.vllm.adapters import Adapters, Keys, salted_chain
-from kvkeep.ipc.vllm.metadata import LoadFailure, LoadReport, StoreJob
+from kvkeep.ipc.vllm.adapters import Adapters, Files, Keys, salted_chain
+from kvkeep.ipc.vllm.metadata import LoadFailure, LoadReport, StoreEnd, StoreJob
 from kvkeep.ipc.vllm.pace import Pace
 from tests.vllm.bench import CHUNK, Bench, Request
 from tests.vllm.test_adapters import adapter, write
+from tests.vllm.test_copies import Rig
 
 
 def ask(bench: Bench, request: Request, local: int = 0) -> int | None:
@@ -48,6 +50,13 @@ def named() -> Named:
 @pytest.fixture
 def bench(named: Named) -> Bench:
     return Bench(keys=Keys(named), lookup_deadline_ms=60_000.0)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    made = Rig()
+    yield made
+    made.copies.close()
 
 
 def keys_of(jobs: list[StoreJob]) -> bytes:
@@ -142,6 +151,19 @@ def test_a_store_job_carries_the_files_of_its_adapter(tmp_path: Path) -> None:
     assert bench.step(request, CHUNK) == []
     (other,) = bench.step(bench.add(Request("b", CHUNK)), CHUNK)
     assert other.adapter is None
+
+
+def test_kv_of_an_adapter_whose_files_changed_meanwhile_is_not_published(rig: Rig, tmp_path: Path) -> None:
+    folder = write(tmp_path)
+    files = Files.look((str(folder / "adapter_model.safetensors"),))
+    for job_id, stored in ((1, 2), (2, 0)):
+        hashes = rig.hashes(2, name=f"job{job_id}")
+        rig.copies.submit_store(StoreJob(job_id, hashes, 0, (tuple(range(8)),), 0, files), rig.spec)
+        ((), (report,)) = rig.collect(stores=1)
+        assert report.stored == stored
+        write(folder, value=2)
+    assert report.end is StoreEnd.FAILED
+    assert rig.daemon.stored() == 2
 
 
 # ---- what a request wants --------------------------------------------------------------------------------------------
