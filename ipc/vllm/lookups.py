@@ -272,11 +272,18 @@ class Lookups:
         if hashes:
             state.hashes = hashes[: MAX_CHUNKS * HASH_BYTES]
             state.shared_until, state.verdict = 0.0, (-1, False)
-            wait_s = self._l2_wait_s if self._client.has_l2 else 0.0
+            wait_s = self._l2_patience(len(hashes) // HASH_BYTES * active.chunk_tokens)
             state.pending = self._client.begin_lookup(active.namespace, hashes, readers=active.readers, wait_s=wait_s)
             state.patience_s = self._patience_s + wait_s
             state.phase = Phase.WAITING
             self._tally.add("lookups")
+
+    def _l2_patience(self, tokens: int) -> float:
+        """Waiting for L2 longer than computing takes would be the slower way even with a load that takes no time."""
+        if not self._client.has_l2:
+            return 0.0
+        compute_s = self._pace.compute_s(tokens)
+        return self._l2_wait_s if compute_s is None else min(self._l2_wait_s, compute_s)
 
     def _waits_for_adapter(self, state: _State) -> bool:
         now = time.monotonic()

@@ -119,7 +119,7 @@ class Pace:
         """Is loading ``tokens`` after ``context`` faster than computing them?  Ask once per hit: each no counts."""
         if self._least is not None:
             return tokens >= self._least
-        load, compute_s = self._loads.line, self._compute_s(tokens, context)
+        load, compute_s = self._loads.line, self.compute_s(tokens, context)
         if load is None or compute_s is None:
             return True
         extra = load.at_most(tokens) - compute_s
@@ -137,7 +137,7 @@ class Pace:
     # ---- measurements ------------------------------------------------------------------------------------------------
 
     def load_ended(self, tokens: int, context: int, seconds: float, *, ok: bool) -> None:
-        compute_s = self._compute_s(tokens, context)
+        compute_s = self.compute_s(tokens, context)
         if not ok:
             if compute_s is None:
                 return
@@ -184,12 +184,13 @@ class Pace:
         """After `step_ended`, for every step."""
         self._last_output = self._clock()
 
-    def _compute_s(self, tokens: int, context: int) -> float | None:
+    def compute_s(self, tokens: int, context: int = 0) -> float | None:
+        """How long computing these tokens takes; None: not measured."""
         line = self._compute.line
         return tokens * line.at(context + tokens / 2) if line is not None else None
 
     def describe(self) -> dict[str, float]:
         """Seconds, for reports: of a load of 1024 tokens and of computing as many; only what is measured."""
-        load, compute_s = self._loads.line, self._compute_s(1024, 0)
+        load, compute_s = self._loads.line, self.compute_s(1024, 0)
         found = {} if load is None else {"load_1024_s": load.at_most(1024)}
         return found if compute_s is None else found | {"compute_1024_s": compute_s}

@@ -231,6 +231,21 @@ def test_less_than_a_chunk_is_never_worth_it_and_never_asked() -> None:
     assert judge.asked == []
 
 
+@pytest.mark.parametrize(("compute_s", "wait_s"), [(None, 1.0), (0.25, 0.25), (60.0, 1.0)])
+def test_l2_is_not_waited_for_longer_than_computing_takes(
+    monkeypatch: pytest.MonkeyPatch, compute_s: float | None, wait_s: float
+) -> None:
+    judge = Judge()
+    monkeypatch.setattr(judge, "compute_s", lambda tokens, context=0: compute_s and compute_s * tokens / (3 * CHUNK))
+    bench = Bench(pace=judge)
+    asked: list[float] = []
+    begin = bench.client.begin_lookup
+    monkeypatch.setattr(bench.client, "has_l2", True, raising=False)
+    monkeypatch.setattr(bench.client, "begin_lookup", lambda *a, **k: (asked.append(k["wait_s"]), begin(*a, **k))[1])
+    ask(bench, bench.add(Request("a", 3 * CHUNK + 1)))
+    assert asked == [wait_s]
+
+
 @pytest.mark.parametrize(
     ("failure", "learned"),
     [(None, True), (LoadFailure.DEADLINE, True), (LoadFailure.INVALID, True), (LoadFailure.CANCELLED, False)],
