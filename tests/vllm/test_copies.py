@@ -187,6 +187,20 @@ def test_a_running_load_is_reported_only_after_its_last_write(monkeypatch: pytes
     rig.copies.close()
 
 
+def test_a_load_whose_request_goes_meanwhile_stops_between_chunks(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.store(1, 2, first_block=0)
+    scatter = Pages.scatter
+
+    def goes(self: Pages, *args: Any, **kwargs: Any) -> None:
+        scatter(self, *args, **kwargs)
+        rig.copies.cancel_load("r")
+
+    monkeypatch.setattr(Pages, "scatter", goes)
+    rig.copies.submit_load(load(rig, 2, [10, 11, 12, 13, 14, 15, 16, 17]))
+    ((end,), _) = rig.collect(loads=1)
+    assert (end.bad_blocks, end.failure, end.good_chunks) == ((14, 15, 16, 17), LoadFailure.CANCELLED, 1)
+
+
 def test_a_load_that_no_thread_took_in_time_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(deadline_s=0.05)
     rig.store(1, 1, first_block=0)

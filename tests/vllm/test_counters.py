@@ -135,6 +135,18 @@ def test_a_load_of_two_ranks_is_counted_once_with_the_first_reason_and_the_least
         assert {key: value for key, value in counts.items() if not key.endswith("_bytes")} == expected
 
 
+@pytest.mark.parametrize("good", [(1, 2), (2, 1)])
+def test_of_what_two_ranks_read_only_what_both_have_is_loaded(good: tuple[int, int]) -> None:
+    bench = Bench(min_hit=0)
+    bench.lookups._ranks = 2
+    admitted(bench, 3)
+    moved(bench.tally)
+    for chunks in good:
+        bench.lookups.on_load_report(LoadReport("a", LoadFailure.INVALID, True, good_chunks=chunks))
+    counts = moved(bench.tally)
+    assert (counts["loaded_tokens"], counts["failed_tokens"]) == (CHUNK, 2 * CHUNK)
+
+
 def test_a_promise_that_cannot_be_kept_is_a_failed_load(bench: Bench) -> None:
     request = bench.add(Request("a", 2 * CHUNK))
     bench.lookups.after_alloc(request, bench.blocks_of(request), CHUNK, 0)  # nobody was told of a hit
