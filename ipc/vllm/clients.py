@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvkeep.ipc.client import Client
@@ -14,3 +15,10 @@ def attach(options: Options, label: str) -> Client:
     from kvkeep.ipc.client import Client
 
     return Client.attach(options.run_dir or None, name=label, wait=False)
+
+
+def wait(client: Any, longest_s: float) -> None:
+    """Until it is attached; for the start of an engine, so that its first requests find the daemon."""
+    until = time.monotonic() + longest_s
+    while not client.attached and time.monotonic() < until:
+        time.sleep(0.005)

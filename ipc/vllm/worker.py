@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+START_WAIT_S = 0.5  # at engine start, for a daemon that is there
 REST_S = 0.001  # in a step without a forward, while loads are under way
 
 
@@ -61,6 +62,7 @@ class WorkerHalf:
         self._facts = WorkerFacts("", memory.block_bytes, layout)
         self._rank = Rank.of_this_process(self._vllm_config, self._kv_cache_config)
         self._client = clients.attach(self._options, f"vllm worker {self._rank.rank}")
+        clients.wait(self._client, START_WAIT_S)
         self.copies = CopyThreads(
             self._client,
             memory,

@@ -67,7 +67,6 @@ class Host:
                 self.daemon = fake_client.FakeDaemon(**settings["fake"])
                 clients.attach = self.daemon.attach
             self.faults = faults.Faults(clients.attach)
-            self.faults.refuse_when = settings.get("refuse_when", "")
             clients.attach = self.faults.attach
         from vllm import LLM
 
@@ -85,6 +84,7 @@ class Host:
         if settings.get("connector", True):
             options["kv_transfer_config"] = {
                 "kv_connector": "KVKeepConnector",
+                **settings.get("connector_class", {}),
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": settings.get("policy", "recompute"),
                 "kv_connector_extra_config": {"kvkeep.chunk_tokens": 64, "kvkeep.min_hit": 0}

@@ -6,6 +6,7 @@ The first engine computes whole prompts, the second in pieces of 96 tokens, so t
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,15 +30,16 @@ from tests.vllm.tiny_model import prompt
 CHUNK = 64
 PIECES = {"max_num_batched_tokens": 96}
 BFLOAT16 = {"dtype": "bfloat16"}  # the only one that its CPU kernel has
-TP = {"tensor_parallel_size": 2}
-TP_CORES = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+PATIENCE = {"kvkeep.lookup_deadline_ms": 10_000, "kvkeep.transfer_deadline_s": 30.0}
+FAULTY = {"kv_connector": "FaultyConnector", "kv_connector_module_path": "tests.vllm.faulty_connector"}
+CORES = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "PYTHONPATH": str(Path(__file__).parents[2])}
 
 
 @dataclass(frozen=True)
 class Family:
     build: Callable[[Path], Path]
     engine: dict[str, Any] = field(default_factory=dict)
-    environment: dict[str, str] = field(default_factory=dict)
+    ranks: int = 1
     tolerance: float = LOGPROB_TOLERANCE
 
     def assert_same(self, got: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
@@ -50,9 +52,9 @@ FAMILIES: dict[str, Family] = {
     "gemma3, a window longer than most prompts": Family(lambda f: tiny_model.gemma3(f, window=513)),
     "mla": Family(tiny_model.mla, engine=BFLOAT16, tolerance=BFLOAT16_TOLERANCE),
     "fp8": Family(tiny_model.build, engine={"kv_cache_dtype": "fp8"}),
-    "two ranks": Family(tiny_model.build, engine=TP, environment=TP_CORES),
-    "mla, two ranks": Family(tiny_model.mla, engine=TP | BFLOAT16, environment=TP_CORES, tolerance=BFLOAT16_TOLERANCE),
-    "gemma3, two ranks": Family(tiny_model.gemma3, engine=TP, environment=TP_CORES),
+    "two ranks": Family(tiny_model.build, ranks=2),
+    "mla, two ranks": Family(tiny_model.mla, engine=BFLOAT16, ranks=2, tolerance=BFLOAT16_TOLERANCE),
+    "gemma3, two ranks": Family(tiny_model.gemma3, ranks=2),
 }
 
 
@@ -64,6 +66,18 @@ class Trio(NamedTuple):
     daemon: Daemon
     refused: Path  # see Faults.refuse_when
 
+    def wanted(self, prompts: list[list[int]], **arguments: Any) -> list[dict[str, Any]]:
+        """What is said without the cache.  By the same ranks, under a salt that nobody else has: with other ranks
+        additions have another order."""
+        salts = [os.urandom(8).hex()] * len(prompts) if self.family.ranks > 1 else None
+        return self.reference.generate(prompts, salts=salts, **arguments)
+
+    def tries(self) -> Iterator[bool]:
+        """Whether it is the last one.  Ranks spin while they wait for each other, so that on few cores the daemon may
+        get its turn a second late, which is a miss: then there is another try."""
+        yield from [False] * (self.family.ranks - 1) * 4
+        yield True
+
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def trio(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trio]:
@@ -74,28 +88,42 @@ def trio(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     daemon = Daemon(folder / name, name, l1_mib=512)
 
     def engine(label: str, more: dict[str, Any], **settings: Any) -> Engine:
-        return Engine(
-            folder / f"{label}.log", model, environment=family.environment, engine=family.engine | more, **settings
-        )
+        return Engine(folder / f"{label}.log", model, engine=family.engine | more, **settings)
 
     options = {"kvkeep.run_dir": str(daemon.run_dir)}
     refused = folder / "refused"
     with contextlib.ExitStack() as stack:
         stack.callback(daemon.remove)
         daemon.start()
-        engines = [
-            engine("reference", {}, connector=False),
-            engine("first", {}, options=options, refuse_when=str(refused)),
-            engine("second", PIECES, options=options),
-        ]
+        if family.ranks == 1:
+            engines = [engine("reference", {}, connector=False)]
+            engines += [engine("first", {}, options=options), engine("second", PIECES, options=options)]
+        else:  # ranks spin while they wait for each other: one such engine is all that few cores can carry
+            ranks = PIECES | {"tensor_parallel_size": family.ranks}
+            patient = options | PATIENCE
+            variables = CORES | {"KVKEEP_TEST_REFUSE_WHEN": str(refused)}
+            engines = [engine("ranks", ranks, environment=variables, options=patient, connector_class=FAULTY)]
         for started in engines:
             stack.callback(started.close)
         for started in engines:  # in bfloat16 a fresh engine must not begin with a step of one token
             started.ready().generate([prompt(1, 40)])
-        yield Trio(family, *engines, daemon, refused)
+        yield Trio(family, engines[0], engines[len(engines) > 1], engines[-1], daemon, refused)
 
 
-def hits_of(engine: Engine, prompts: list[list[int]], **arguments: Any) -> tuple[int, list[dict[str, Any]]]:
+def assert_served(trio: Trio, engine: Engine, prompts: list[list[int]], tokens: int, **arguments: Any) -> None:
+    """So many tokens come from the cache, and the answers are right."""
+    wanted = trio.wanted(prompts, **arguments)
+    for last in trio.tries():
+        engine.ask("forget_local")
+        hits, answers = hits_after(engine, prompts, **arguments)
+        trio.family.assert_same(answers, wanted)
+        engine.ask("settle")
+        if last or hits == tokens:
+            assert hits == tokens
+            return
+
+
+def hits_after(engine: Engine, prompts: list[list[int]], **arguments: Any) -> tuple[int, list[dict[str, Any]]]:
     before = engine.external_hits()
     answers = engine.generate(prompts, **arguments)
     return engine.external_hits() - before, answers
@@ -111,12 +139,10 @@ def test_the_engine_uses_the_cache(trio: Trio) -> None:
 @pytest.mark.parametrize("length", [CHUNK, 4 * CHUNK - 1, 4 * CHUNK, 4 * CHUNK + 1, 1500])
 def test_the_second_engine_is_served_what_the_first_stored(trio: Trio, length: int) -> None:
     prompts = [prompt(100 + length, length)]
-    wanted = trio.reference.generate(prompts)
+    wanted = trio.wanted(prompts)
     trio.family.assert_same(trio.first.generate(prompts), wanted)
     trio.first.ask("settle")
-    hits, answers = hits_of(trio.second, prompts)
-    assert hits == length // CHUNK * CHUNK
-    trio.family.assert_same(answers, wanted)
+    assert_served(trio, trio.second, prompts, length // CHUNK * CHUNK)
     assert_nothing_held(trio.second.ask("settle"))
 
 
@@ -127,54 +153,53 @@ def test_what_was_stored_in_pieces_serves_prompts_of_every_length(trio: Trio) ->
     trio.second.ask("settle")
     for length in (CHUNK + 5, 3 * CHUNK, 6 * CHUNK + 1, 11 * CHUNK + 40):
         part = whole[:length] + prompt(2001, 20)
-        wanted = trio.reference.generate([part])
-        hits, answers = hits_of(trio.first, [part])
-        assert hits == length // CHUNK * CHUNK
-        trio.family.assert_same(answers, wanted)
-        assert trio.first.ask("forget_local")
+        assert_served(trio, trio.first, [part], length // CHUNK * CHUNK)
 
 
 def test_a_local_hit_is_completed_from_the_cache(trio: Trio) -> None:
     whole = prompt(3000, 9 * CHUNK)
-    wanted = trio.reference.generate([whole])
+    wanted = trio.wanted([whole])
     trio.first.generate([whole])
     trio.first.ask("settle")
-    trio.second.generate([whole[: 3 * CHUNK + 37]])
-    trio.second.ask("settle")
-    hits, answers = hits_of(trio.second, [whole])
-    assert hits in (6 * CHUNK, 6 * CHUNK - 32)
-    trio.family.assert_same(answers, wanted)
+    for last in trio.tries():
+        assert trio.second.ask("forget_local")
+        trio.second.generate([whole[: 3 * CHUNK + 37]])
+        trio.second.ask("settle")
+        hits, answers = hits_after(trio.second, [whole])
+        trio.family.assert_same(answers, wanted)
+        if last or hits in (6 * CHUNK, 6 * CHUNK - 32):
+            assert hits in (6 * CHUNK, 6 * CHUNK - 32)
+            return
 
 
 def test_eight_requests_at_once(trio: Trio) -> None:
     prompts = [prompt(4000 + n, 3 * CHUNK + 31 * n) for n in range(8)]
-    wanted = trio.reference.generate(prompts, max_tokens=24)
+    wanted = trio.wanted(prompts, max_tokens=24)
     trio.family.assert_same(trio.second.generate(prompts, max_tokens=24), wanted)
     trio.second.ask("settle")
-    hits, answers = hits_of(trio.first, prompts, max_tokens=24)
-    assert hits == sum(len(p) // CHUNK * CHUNK for p in prompts)
-    trio.family.assert_same(answers, wanted)
+    assert_served(trio, trio.first, prompts, sum(len(p) // CHUNK * CHUNK for p in prompts), max_tokens=24)
 
 
 def test_a_failed_load_is_computed_instead(trio: Trio) -> None:
     prompts = [prompt(5000 + n, 5 * CHUNK + n) for n in range(3)]
-    wanted = trio.reference.generate(prompts)
+    wanted = trio.wanted(prompts)
     trio.first.generate(prompts)
     trio.first.ask("settle")
-    assert trio.first.ask("forget_local")
     failed = trio.first.ask("report")["counters"].get("loads_failed", 0)
     with fault(trio):
-        trio.family.assert_same(trio.first.generate(prompts), wanted)
-    report = trio.first.ask("settle")
-    assert report["counters"]["loads_failed"] - failed == 3
+        for _ in trio.tries():
+            assert trio.first.ask("forget_local")
+            trio.family.assert_same(trio.first.generate(prompts), wanted)
+            report = trio.first.ask("settle")
+    assert report["counters"]["loads_failed"] - failed >= 3
     assert_nothing_held(report)
 
 
 def test_wrong_kv_would_be_seen(trio: Trio) -> None:
-    if trio.family.environment:
+    if trio.family.ranks > 1:
         pytest.skip("faults that are set at run time do not reach ranks in processes of their own")
     prompts = [prompt(6000 + n, 5 * CHUNK + n) for n in range(3)]
-    wanted = trio.reference.generate(prompts)
+    wanted = trio.wanted(prompts)
     trio.first.generate(prompts)
     trio.first.ask("settle")
     assert trio.first.ask("forget_local")
@@ -190,7 +215,7 @@ def test_wrong_kv_would_be_seen(trio: Trio) -> None:
 @contextlib.contextmanager
 def fault(trio: Trio) -> Iterator[None]:
     """Every load gives wrong bytes and knows it; with two ranks, the second of them cannot read."""
-    if trio.family.environment:
+    if trio.family.ranks > 1:
         trio.refused.touch()
         yield
         trio.refused.unlink()

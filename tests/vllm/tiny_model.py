@@ -80,7 +80,7 @@ def mla(folder: Path, *, seed: int = 7) -> Path:
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 
     config = DeepseekV2Config(
-        **_SMALL | {"initializer_range": 0.1},
+        **_SMALL | {"initializer_range": 0.06},
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=4,
