@@ -31,7 +31,7 @@ SERVER_START_S = 120.0
 STOP_S, KILL_S = 10.0, 60.0
 BLOCK_TOKENS = 32
 STEP_TOKENS = 2048  # chunked prefill: so many tokens a step, at most
-POOL_BLOCKS = 2304  # an engine's KV memory: twice the longest prompt, of which stores in flight hold a quarter at most
+POOL_BYTES = 288 << 20  # an engine's KV: twice the longest prompt; stores in flight hold a quarter of it at most
 HOST = Path(__file__).with_name("engine_host.py")
 MODEL = Path(__file__).with_name("engine_model.py")
 # An engine ends when its pipe does.  A server that nobody takes away ends by PR_SET_PDEATHSIG, which outlives the exec.
@@ -66,7 +66,12 @@ def version_of(python: str, name: str) -> str:
 
 def write_model(folder: Path) -> Path:
     run = subprocess.run(
-        [sys.executable, *script(MODEL), str(folder)], cwd="/", capture_output=True, text=True, timeout=START_S
+        [sys.executable, *script(MODEL), str(folder)],
+        cwd="/",
+        env=os.environ | {"TMPDIR": str(folder.parent)},
+        capture_output=True,
+        text=True,
+        timeout=START_S,
     )
     if run.returncode != 0:
         raise BenchError(f"the model could not be written: {run.stderr.strip()[-500:]}")
@@ -119,7 +124,7 @@ class Engine:
             "max_model_len": engine_model.MAX_TOKENS,
             "max_num_seqs": 16,
             "max_num_batched_tokens": STEP_TOKENS,
-            "num_gpu_blocks_override": POOL_BLOCKS,
+            "kv_cache_memory_bytes": POOL_BYTES,
             "enable_prefix_caching": True,
             "disable_log_stats": False,
             "skip_tokenizer_init": True,
@@ -132,10 +137,10 @@ class Engine:
         variables |= {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if own_process else "0",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
             "VLLM_RPC_BASE_PATH": str(folder),
+            "TMPDIR": str(folder),  # vLLM leaves files there when it is killed
             "LMCACHE_TRACK_USAGE": "false",
         }
         with self._log.open("wb") as log:
@@ -223,7 +228,7 @@ class LMCacheServer:
                 stdout=log,
                 stderr=log,
                 cwd=folder,
-                env=variables | {"LMCACHE_TRACK_USAGE": "false"},
+                env=variables | {"LMCACHE_TRACK_USAGE": "false", "TMPDIR": str(folder)},
                 start_new_session=True,
             )
 
