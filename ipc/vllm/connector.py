@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -165,6 +165,12 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self.worker.take_report() if self.worker is not None else None
 
     # ---- scheduler ---------------------------------------------------------------------------------------------------
+
+    @guarded(nothing)
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        if self.scheduler is not None:
+            self.scheduler.bind_kv_cache_manager(kv_cache_manager)
+        super().bind_kv_cache_manager(kv_cache_manager)  # which is where the block pool comes from
 
     @guarded(nothing)
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:

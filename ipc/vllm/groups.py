@@ -13,13 +13,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 ABSENT = -1  # in place of a block id: nothing to copy
 
+T = TypeVar("T")
 BlockTable = tuple[tuple[int, ...], ...]  # per group
 
 
@@ -54,7 +55,7 @@ def alignment(groups: Sequence[Group]) -> int:
     return math.lcm(*(group.block_size for group in groups))
 
 
-def cut(table: BlockTable, groups: Sequence[Group], start: int, end: int) -> BlockTable:
+def cut(table: Sequence[Sequence[T]], groups: Sequence[Group], start: int, end: int) -> tuple[tuple[T, ...], ...]:
     """The blocks of tokens ``start`` to ``end``, both multiples of the alignment."""
     return tuple(
         tuple(blocks[start // group.block_size : end // group.block_size])
@@ -73,4 +74,6 @@ def chunks(table: BlockTable, count: int) -> list[BlockTable]:
 
 def present(table: BlockTable) -> tuple[int, ...]:
     """Every block id in it; a block belongs to one group at a time."""
+    if len(table) == 1 and ABSENT not in table[0]:  # nearly always, and a long prompt has a thousand
+        return table[0]
     return tuple(block for blocks in table for block in blocks if block != ABSENT)

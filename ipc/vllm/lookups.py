@@ -64,13 +64,15 @@ class Active:
 
     def table(self, block_ids: Sequence[Sequence[int]], start: int, end: int) -> BlockTable:
         """The blocks of tokens ``start`` to ``end``, out of a request's table from its first token on."""
-        every = tuple(tuple(ABSENT if b == self.null_block else b for b in blocks) for blocks in block_ids)
-        return cut(every, self.groups, start, end)
+        null, part = self.null_block, cut(block_ids, self.groups, start, end)
+        return tuple(tuple(ABSENT if block == null else block for block in ids) if null in ids else ids for ids in part)
 
     def chain(self, request: Request, chunks: int) -> bytes:
         """Hashes of the first chunks: vLLM's hash of the last block in each, which covers all before it."""
         step = self.chunk_tokens // self.hash_block_size
         hashes = request.block_hashes[step - 1 : chunks * step : step]
+        if hashes and len(hashes[0]) == HASH_BYTES:  # as those of sha256 are
+            return b"".join(hashes)
         return b"".join(bytes(value).ljust(HASH_BYTES, b"\0") for value in hashes)
 
 

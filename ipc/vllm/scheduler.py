@@ -24,7 +24,7 @@ from kvkeep.ipc.vllm.pace import STEP_TOKENS, Pace
 from kvkeep.ipc.vllm.pins import Pinner
 from kvkeep.ipc.vllm.ranks import Ranks
 from kvkeep.ipc.vllm.stats import KVKeepStats, Tally, Tier
-from kvkeep.ipc.vllm.stores import Stores
+from kvkeep.ipc.vllm.stores import BlocksOf, Stores
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -56,6 +56,7 @@ class SchedulerHalf:
         self._ranks = Ranks.of(vllm_config, kv_cache_config)
         self._hash_block_size: int = kv_cache_config.hash_block_size or self._groups[0].block_size
         self._pool: Any = None
+        self._blocks_of: BlocksOf | None = None
         self._facts: WorkerFacts | None = None
         self._client: Any = None
         self._keeper: NamespaceKeeper | None = None
@@ -79,6 +80,9 @@ class SchedulerHalf:
     def bind_block_pool(self, pool: Any) -> None:
         self._pool = pool
 
+    def bind_kv_cache_manager(self, manager: Any) -> None:
+        self._blocks_of = lambda request_id: manager.get_blocks(request_id).blocks
+
     def set_facts(self, facts: Sequence[WorkerFacts]) -> None:
         """Each worker has seen its KV memory, so the identity is complete: attach, and register in the background."""
         refused = next((of_rank.refused for of_rank in facts if of_rank.refused), "")
@@ -100,7 +104,15 @@ class SchedulerHalf:
             shares_blocks=bool(self._vllm_config.cache_config.enable_prefix_caching),
             **common,
         )
-        self.stores = Stores(self._pool, self._options, self.lookups, self._guard, ranks=self._ranks.shards, **common)
+        self.stores = Stores(
+            self._pool,
+            self._options,
+            self.lookups,
+            self._guard,
+            ranks=self._ranks.shards,
+            blocks_of=self._blocks_of,
+            **common,
+        )
         self._keeper = NamespaceKeeper(self._client, self._build_namespace, self._refuse)
         self._keeper.start(self._generation)
         self._keeper.wait(START_WAIT_S)

@@ -15,13 +15,14 @@ already considered up to some chunk costs nothing until its next chunk is comple
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.ipc.messages import HASH_BYTES
 from kvkeep.ipc.vllm.adapters import Keys
 from kvkeep.ipc.vllm.controls import Scope
-from kvkeep.ipc.vllm.groups import ABSENT, BlockTable, chunks, present
+from kvkeep.ipc.vllm.groups import ABSENT, BlockTable, chunks, cut
 from kvkeep.ipc.vllm.guard import Guard
 from kvkeep.ipc.vllm.lookups import Active, Lookups
 from kvkeep.ipc.vllm.metadata import StoreEnd, StoreJob, StoreReport
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvkeep.ipc.vllm.events import Events
+
+BlocksOf = Callable[[str], tuple[Sequence[Any], ...]]
 
 MAX_REWINDS = 3  # times a request stores again from a head that was evicted
 
@@ -71,8 +74,10 @@ class Stores:
         ranks: int = 1,
         events: Events | None = None,
         keys: Keys | None = None,
+        blocks_of: BlocksOf | None = None,
     ) -> None:
-        """``ranks``: how many report each job."""
+        """``ranks``: how many report each job.  ``blocks_of``: a request's blocks, which cost no copy of its table."""
+        self._blocks_of = blocks_of
         self._keys = keys or Keys()
         self._pool, self._options, self._lookups, self._ranks = pool, options, lookups, ranks
         self._guard, self._tally, self._events = guard, tally, events
@@ -185,17 +190,20 @@ class Stores:
         self._tally.add("chunks_skipped_pins", complete - max(start, end))
         if end <= start:
             return None
-        block_ids = output.kv_connector_block_state.get_block_ids(request_id)
-        table = active.table(block_ids, start * active.chunk_tokens, end * active.chunk_tokens)
-        if sum(map(len, table)) != (end - start) * per_chunk:
-            raise RuntimeError(f"request {request_id} has {sum(map(len, table))} blocks for chunks {start} to {end}")
+        held = cut(
+            self._held(request_id, output), active.groups, start * active.chunk_tokens, end * active.chunk_tokens
+        )
+        if sum(map(len, held)) != (end - start) * per_chunk:
+            raise RuntimeError(f"request {request_id} has {sum(map(len, held))} blocks for chunks {start} to {end}")
+        table = tuple(tuple(ABSENT if block.is_null else block.block_id for block in group) for group in held)
         usable = self._usable(table, start, end, active)
         self._tally.add("chunks_skipped_window", end - usable)
         if usable <= start:
             return None
         if usable < end:
-            end, table = usable, active.table(block_ids, start * active.chunk_tokens, usable * active.chunk_tokens)
-        blocks = tuple(self._pool.blocks[block] for block in present(table))
+            tokens = (usable - start) * active.chunk_tokens
+            end, table, held = usable, cut(table, active.groups, 0, tokens), cut(held, active.groups, 0, tokens)
+        blocks = tuple(block for group in held for block in group if not block.is_null)
         files = self._keys.files(progress.request)
         job = StoreJob(self._next_job, chain[: end * HASH_BYTES], start, table, active.generation, files)
         self._pool.touch(blocks)
@@ -205,8 +213,17 @@ class Stores:
         progress.stored, progress.last_hash = end, chain[(end - 1) * HASH_BYTES : end * HASH_BYTES]
         return job
 
+    def _held(self, request_id: str, output: SchedulerOutput) -> tuple[Sequence[Any], ...]:
+        """vLLM's blocks of a request, per group."""
+        if self._blocks_of is not None:
+            return self._blocks_of(request_id)
+        ids = output.kv_connector_block_state.get_block_ids(request_id)
+        return tuple([self._pool.blocks[block] for block in group] for group in ids)
+
     def _usable(self, table: BlockTable, start: int, end: int, active: Active) -> int:
         """The chunk before which all have what a hit that ends with them needs."""
+        if not any(ABSENT in ids for ids in table):
+            return end
         for chunk, part in enumerate(chunks(table, end - start), start):
             for group, ids in zip(active.groups, part, strict=True):
                 first, tokens = chunk * len(ids), (chunk + 1) * active.chunk_tokens

@@ -70,6 +70,7 @@ class Host:
             clients.attach = self.faults.attach
         from vllm import LLM
 
+        self.ranks = settings.get("engine", {}).get("tensor_parallel_size", 1)
         options = {
             "model": settings["model"],
             "dtype": "float32",
@@ -265,8 +266,8 @@ class Host:
         return self.report() | {"requests": len(core.scheduler.requests)}
 
     def quit(self) -> str:
-        if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1":
-            self.llm.llm_engine.engine_core.shutdown()
+        if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1" or self.ranks > 1:
+            self.llm.llm_engine.engine_core.shutdown()  # ends its processes, and unlinks their shared memory
         return "bye"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 # The order of additions differs with the number of tokens computed at once, so logprobs of equal KV differ in the last
 # digits of float32.  One wrong page moves them by 0.1 and more (test_wrong_kv_would_be_seen).
 LOGPROB_TOLERANCE = 2e-3
-BFLOAT16_TOLERANCE = 0.1  # and a model that is less excitable
+BFLOAT16_TOLERANCE = 0.2  # and a model that is less excitable
 
 
 def assert_same_outputs(

@@ -40,6 +40,7 @@ class Family:
     build: Callable[[Path], Path]
     engine: dict[str, Any] = field(default_factory=dict)
     ranks: int = 1
+    short: tuple[int, ...] = ()  # prompts of such a length, stored whole, are served a chunk less: see lacks_last
     tolerance: float = LOGPROB_TOLERANCE
 
     def assert_same(self, got: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
@@ -48,7 +49,9 @@ class Family:
 
 FAMILIES: dict[str, Family] = {
     "gemma3": Family(tiny_model.gemma3),
-    "gemma3, a window that is no multiple of a block": Family(lambda f: tiny_model.gemma3(f, window=97)),
+    "gemma3, a window that is no multiple of a block": Family(
+        lambda f: tiny_model.gemma3(f, window=97), short=(4 * CHUNK,)
+    ),
     "gemma3, a window longer than most prompts": Family(lambda f: tiny_model.gemma3(f, window=513)),
     "mla": Family(tiny_model.mla, engine=BFLOAT16, tolerance=BFLOAT16_TOLERANCE),
     "fp8": Family(tiny_model.build, engine={"kv_cache_dtype": "fp8"}),
@@ -142,7 +145,7 @@ def test_the_second_engine_is_served_what_the_first_stored(trio: Trio, length: i
     wanted = trio.wanted(prompts)
     trio.family.assert_same(trio.first.generate(prompts), wanted)
     trio.first.ask("settle")
-    assert_served(trio, trio.second, prompts, length // CHUNK * CHUNK)
+    assert_served(trio, trio.second, prompts, (length // CHUNK - (length in trio.family.short)) * CHUNK)
     assert_nothing_held(trio.second.ask("settle"))
 
 
