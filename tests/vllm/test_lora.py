@@ -16,6 +16,7 @@ from tests.vllm.helpers import assert_nothing_held, assert_same_outputs, differe
 from tests.vllm.tiny_model import prompt
 
 CHUNK = 64
+PATIENT = {"kvkeep.lookup_deadline_ms": 20_000.0}  # an adapter's first request waits so long for its files to be read
 LORA = {"enable_lora": True, "max_lora_rank": tiny_adapter.RANK, "max_loras": 2}
 
 
@@ -33,7 +34,7 @@ def trio(make_engine: Callable[..., Engine], shared_daemon: Daemon, tmp_path_fac
     adapters: dict[str, tuple[str, int, str] | None] = {"base": None}
     for number, name in enumerate("AB", 1):
         adapters[name] = (name, number, str(tiny_adapter.build(folder / name, seed=number)))
-    engines = [make_engine(daemon=shared_daemon, engine=LORA), make_engine(daemon=shared_daemon, engine=LORA)]
+    engines = [make_engine(daemon=shared_daemon, engine=LORA, options=PATIENT) for _ in range(2)]
     engines.append(make_engine(connector=False, engine=LORA))
     return Trio(*(engine.ready() for engine in engines), adapters, folder)
 
@@ -96,7 +97,8 @@ def test_the_same_name_with_other_content_never_hits(
     shutil.rmtree(adapter[2])
     tiny_adapter.build(Path(adapter[2]), seed=99)
 
-    later = make_engine(daemon=shared_daemon, engine=LORA, options={"kvkeep.trust_new_adapters": True}).ready()
+    trusting = PATIENT | {"kvkeep.trust_new_adapters": True}
+    later = make_engine(daemon=shared_daemon, engine=LORA, options=trusting).ready()
     hits, answers = hits_of(later, prompts, adapter=adapter)
     assert hits == 0
     assert difference(answers[0], old[0]) > 0.01
