@@ -15,11 +15,12 @@ from tests.vllm.helpers import assert_nothing_held, assert_same_outputs
 from tests.vllm.tiny_model import prompt
 
 CHUNK = 64
+PATIENT = {"kvkeep.lookup_deadline_ms": 20_000.0, "kvkeep.transfer_deadline_s": 60.0}  # for a busy machine
 
 
 @pytest.fixture(scope="module")
 def engine(make_engine: Callable[..., Engine], shared_daemon: Daemon) -> Engine:
-    return make_engine(daemon=shared_daemon, options={"kvkeep.max_pin_s": 600.0}).ready()
+    return make_engine(daemon=shared_daemon, options=PATIENT | {"kvkeep.max_pin_s": 600.0}).ready()
 
 
 def counters(engine: Engine) -> dict[str, int]:
@@ -117,7 +118,7 @@ def test_a_load_that_fails_leaves_the_second_request_right_and_not_waiting(engin
 def test_hits_that_take_longer_than_computing_are_declined(
     make_engine: Callable[..., Engine], shared_daemon: Daemon, reference: Engine
 ) -> None:
-    learner = make_engine(daemon=shared_daemon, options={"kvkeep.min_hit": "learned"}).ready()
+    learner = make_engine(daemon=shared_daemon, options=PATIENT | {"kvkeep.min_hit": "learned"}).ready()
     prompts = [prompt(900 + n, 6 * CHUNK) for n in range(12)]
     wanted = [reference.generate([one])[0] for one in prompts]
     for one in prompts:
