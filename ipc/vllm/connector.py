@@ -181,8 +181,10 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         if self.scheduler is not None:
             facts = [metadata[rank] for rank in sorted(metadata)]
-            assert all(isinstance(of_rank, WorkerFacts) for of_rank in facts)
-            self.scheduler.set_facts(facts)
+            if all(isinstance(of_rank, WorkerFacts) for of_rank in facts):
+                self.scheduler.set_facts(facts)
+            else:
+                self._refuse("what we got at the start is another connector's: list KVKeepConnector first")
 
     @guarded(nothing)
     def on_new_request(self, request: Request) -> None:

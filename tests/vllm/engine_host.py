@@ -209,10 +209,10 @@ class Host:
 
     def report(self) -> dict[str, Any]:
         core = self.llm.llm_engine.engine_core.engine_core
-        scheduler = core.scheduler.connector
+        scheduler = _ours(core.scheduler.connector)
         from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-        worker = get_kv_transfer_group() if has_kv_transfer_group() else None
+        worker = _ours(get_kv_transfer_group()) if has_kv_transfer_group() else None
         pool = core.scheduler.kv_cache_manager.block_pool
         half, other = scheduler.scheduler, worker.worker if worker is not None else None
         noted = dict(worker.guard.counters) if worker is not None else {}
@@ -269,6 +269,12 @@ class Host:
         if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1" or self.ranks > 1:
             self.llm.llm_engine.engine_core.shutdown()  # ends its processes, and unlinks their shared memory
         return "bye"
+
+
+def _ours(connector: Any) -> Any:
+    """KVKeepConnector, also where MultiConnector is around it."""
+    inside = getattr(connector, "_connectors", ())
+    return next((one for one in inside if hasattr(one, "guard")), connector)
 
 
 if __name__ == "__main__":
