@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvkeep.ipc.vllm import clients, identity, pages
 from kvkeep.ipc.vllm.copies import CopyThreads
-from kvkeep.ipc.vllm.groups import present
+from kvkeep.ipc.vllm.groups import groups_of, present
 from kvkeep.ipc.vllm.guard import Guard
 from kvkeep.ipc.vllm.metadata import (
     KVKeepMetadata,
@@ -39,7 +39,8 @@ class WorkerHalf:
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, options: Options, guard: Guard) -> None:
         self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
         self._options, self._guard = options, guard
-        self._multi = len(kv_cache_config.kv_cache_groups) > 1
+        groups = groups_of(kv_cache_config)
+        self._all_or_nothing = len(groups) > 1 or any(group.window for group in groups)
         self._rank = Rank()
         self._client: Any = None
         self._facts: WorkerFacts | None = None
@@ -105,7 +106,8 @@ class WorkerHalf:
 
     def take_finished_loads(self, finished_requests: set[str]) -> tuple[set[str], set[str]]:
         """Request ids whose load has ended, and those of them that failed altogether.  With one KV cache group what is
-        good of a load counts: its other blocks wait in `take_invalid_blocks`, and it is not among the failed."""
+        good of a load counts: its other blocks wait in `take_invalid_blocks`, and it is not among the failed.  Not so
+        with a sliding window, before whose blocks there are none: nothing can be computed from inside it."""
         if self.copies is None:
             return set(), set()
         for request_id in finished_requests:
@@ -116,7 +118,7 @@ class WorkerHalf:
         reports: list[LoadReport] = []
         invalid: set[int] = set()
         for end in ended:
-            bad, failure, good = end.bad_blocks, end.failure, 0 if self._multi else end.good_chunks
+            bad, failure, good = end.bad_blocks, end.failure, 0 if self._all_or_nothing else end.good_chunks
             if failure is None and end.job.generation != self._generation:  # it was reset while this was under way
                 bad, failure, good = present(end.job.blocks), LoadFailure.RESET, 0
             invalid.update(bad)
@@ -128,7 +130,7 @@ class WorkerHalf:
         self._report.stores += stores + self._lost_stores
         self._lost_loads, self._lost_stores = [], []
         finished = {report.request_id for report in reports}
-        if self._multi:  # vLLM takes invalid blocks for models with one group only
+        if self._all_or_nothing:  # vLLM takes invalid blocks for models with one group only
             return finished, {report.request_id for report in reports if not report.ok}
         self._invalid_blocks |= invalid
         return finished, set()
