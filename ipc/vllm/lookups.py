@@ -147,6 +147,7 @@ class Lookups:
         self._loading: dict[str, _Loading] = {}  # by request id, until all ranks have reported
         self._under_way = UnderWay()
         self._transfer_s = options.transfer_deadline_s
+        self._failed_at = 0.0  # when a load failed that was learned from
         self._new_loads: list[LoadJob] = []
 
     # ---- vLLM's questions --------------------------------------------------------------------------------------------
@@ -314,9 +315,14 @@ class Lookups:
         return False
 
     def _learn(self, loading: _Loading) -> None:
-        """How long loads take; not from one that nobody wanted any more."""
+        """How long loads take; not from one that nobody wanted any more.  What fails together has one cause and counts
+        once: a daemon that hung for a second while many loads were under way says nothing of the next hundred."""
         tokens, active, job = sum(loading.tokens.values()), loading.active, loading.job
         if active is not None and job.handle and loading.failure is not LoadFailure.CANCELLED:
+            if loading.failure is not None:
+                if loading.began < self._failed_at:
+                    return
+                self._failed_at = time.monotonic()
             context = (job.first_chunk + job.chunks) * active.chunk_tokens - tokens
             self._pace.load_ended(tokens, context, loading.seconds, ok=loading.failure is None)
 

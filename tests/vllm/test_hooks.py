@@ -260,3 +260,27 @@ def test_what_a_load_took_is_learned_unless_nobody_wanted_it(failure: LoadFailur
     bench.lookups.after_alloc(request, bench.blocks_of(request), tokens, 0)  # type: ignore[arg-type]
     bench.lookups.on_load_report(LoadReport("a", failure, True, 0, 0.25))
     assert judge.ended == ([(2 * CHUNK, CHUNK, 0.25, failure is None)] if learned else [])
+
+
+def test_loads_that_fail_together_are_learned_from_once() -> None:
+    judge = Judge()
+    bench = Bench(blocks=401, pace=judge)
+
+    def begin(name: str) -> None:
+        request = bench.add(Request(name, 2 * CHUNK, prompt=name))
+        bench.put(request, 2)
+        bench.lookups.after_alloc(request, bench.blocks_of(request), ask(bench, request) or 0, 0)  # type: ignore[arg-type]
+
+    def ends(name: str, failure: LoadFailure | None) -> None:
+        bench.lookups.on_load_report(LoadReport(name, failure, True, 0, 1.0))
+
+    burst = [f"r{n}" for n in range(20)]
+    for name in burst:
+        begin(name)
+    for name in burst[:-1]:
+        ends(name, LoadFailure.DAEMON_AWAY)
+    ends(burst[-1], None)
+    assert [ok for *_, ok in judge.ended] == [False, True]
+    begin("later")
+    ends("later", LoadFailure.DAEMON_AWAY)
+    assert [ok for *_, ok in judge.ended] == [False, True, False]
