@@ -48,7 +48,7 @@ class Pinner:
         self._numbers = itertools.count()
         self._thread: threading.Thread | None = None
         self._closed = False
-        self._held: dict[bytes, _Held] = {}  # by the last chunk's hash, which stands for all before it; the thread's
+        self._held: dict[tuple[bytes, int, bytes], _Held] = {}  # by `_name`; the thread's
         self.dropped = 0
 
     def ask(self, namespace: Any, hashes: bytes, ttl_s: float) -> None:
@@ -101,8 +101,8 @@ class Pinner:
             return None
 
     def _pin(self, wish: _Wish) -> bool:
-        last, now = wish.hashes[-HASH_BYTES:], time.monotonic()
-        before = self._held.get(last)
+        name, now = self._name(wish), time.monotonic()
+        before = self._held.get(name)
         if before is not None and before.ends - now > wish.ttl_s / 2:
             return True
         pin, count = self._client.pin(wish.namespace, wish.hashes, ttl_s=wish.ttl_s)
@@ -111,13 +111,17 @@ class Pinner:
                 self._client.unpin(pin)
             return False
         if pin:
-            self._hold(last, _Held(pin, now + wish.ttl_s), now)
+            self._hold(name, _Held(pin, now + wish.ttl_s), now)
         if before is not None and before.ends > now:
             self._client.unpin(before.pin)
         return True
 
-    def _hold(self, last: bytes, held: _Held, now: float) -> None:
+    def _name(self, wish: _Wish) -> tuple[bytes, int, bytes]:
+        """Of a pin: the last chunk's hash stands for all before it, in one namespace of one daemon."""
+        return wish.namespace.digest, self._client.epoch, wish.hashes[-HASH_BYTES:]
+
+    def _hold(self, name: tuple[bytes, int, bytes], held: _Held, now: float) -> None:
         if len(self._held) >= MAX_HELD:
             self._held = {key: other for key, other in self._held.items() if other.ends > now}
         if len(self._held) < MAX_HELD:
-            self._held[last] = held
+            self._held[name] = held

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,10 @@ class Counting:
         self.inner = inner
         self.calls: list[str] = []
         self.denied = False
+
+    @property
+    def epoch(self) -> int:
+        return self.inner.epoch
 
     def pin(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         self.calls.append("pin")
@@ -172,3 +177,23 @@ def test_nothing_to_pin_starts_no_thread(client: Counting, namespace: Any) -> No
     pinner.ask(namespace, b"", 1.0)
     pinner.ask(namespace, hashes(1), 0.0)
     assert pinner._thread is None
+
+
+def test_a_pin_of_another_namespace_or_daemon_is_not_this_one() -> None:
+    """After a reset of the cache the same prompt is stored anew, and a new daemon's pins may have the old one's ids."""
+    calls: list[tuple[str, Any]] = []
+    client = SimpleNamespace(
+        epoch=1,
+        pin=lambda space, hashes, *, ttl_s: (calls.append(("pin", space.digest)), (len(calls), 2))[1],
+        unpin=lambda pin: calls.append(("unpin", pin)),
+    )
+    pinner = Pinner(client, lambda *_: None)
+    one, other = SimpleNamespace(digest=b"one"), SimpleNamespace(digest=b"other")
+    for space, epoch in ((one, 1), (one, 1), (other, 1), (one, 1), (other, 2)):
+        client.epoch = epoch
+        pinner.ask(space, hashes(2), 60.0)
+        through(pinner)
+    client.epoch = 2
+    pinner.ask(other, hashes(2), 300.0)
+    through(pinner)
+    assert calls == [("pin", b"one"), ("pin", b"other"), ("pin", b"other"), ("pin", b"other"), ("unpin", 3)]
