@@ -81,6 +81,7 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.guard = Guard(logger.warning)
         self.scheduler: SchedulerHalf | None = None
         self.worker: WorkerHalf | None = None
+        self._refusal: WorkerFacts | None = None
         try:
             self._make_half(vllm_config, role, kv_cache_config)
         except options.OptionError as sentence:
@@ -93,6 +94,7 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         refused = identity.refusal(vllm_config, kv_cache_config)
         if refused:
             self._refuse(refused)
+            self._refusal = WorkerFacts(refused, (), {})
         elif role == KVConnectorRole.WORKER:
             self.worker = WorkerHalf(vllm_config, kv_cache_config, chosen, self.guard)
         else:
@@ -128,7 +130,8 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @guarded(nothing)
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return self.worker.facts() if self.worker is not None else None
+        """Also of a refusal: where layers of one group differ, the scheduler half is shown one of them only."""
+        return self.worker.facts() if self.worker is not None else self._refusal
 
     @guarded(nothing)
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:

@@ -6,19 +6,27 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, KVConnectorTransferResults
+from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
 
 import kvkeep.ipc.vllm
 from kvkeep.ipc.vllm.connector import KVKeepConnector
-from kvkeep.ipc.vllm.metadata import KVKeepMetadata
+from kvkeep.ipc.vllm.guard import Guard
+from kvkeep.ipc.vllm.metadata import KVKeepMetadata, WorkerFacts
+from kvkeep.ipc.vllm.options import Options
+from kvkeep.ipc.vllm.scheduler import SchedulerHalf
 from tests.conftest import Daemon
 from tests.vllm.engines import Engine
 from tests.vllm.helpers import assert_same_outputs
+from tests.vllm.test_identity import engine
 from tests.vllm.tiny_model import prompt
 
 ENTRY_POINTS: dict[str, tuple[tuple[Any, ...], Any]] = {
@@ -86,6 +94,23 @@ def test_a_configuration_that_we_do_not_understand_turns_the_cache_off(caplog: p
     assert strange.scheduler is None
     assert sum(strange.guard.counters.values()) == 1
     assert strange.get_num_new_matched_tokens(None, 0) == (0, False)  # type: ignore[arg-type]
+
+
+def test_what_only_the_workers_refuse_is_told_by_the_scheduler_half() -> None:
+    """vLLM shows the scheduler half one layer's spec where the layers of a group differ."""
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    mixed = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": spec, "b": replace(spec, head_size=16)})
+    told: list[str] = []
+    vllm_config, kv = engine(Path("/nowhere"))
+    vllm_config.lora_config = vllm_config.kv_events_config = None
+    vllm_config.kv_transfer_config = connector(KVConnectorRole.WORKER, {})._kv_transfer_config
+    half = SchedulerHalf(vllm_config, kv, Options(), Guard(told.append), told.append)
+    kv.kv_cache_groups[0].kv_cache_spec = mixed
+    facts = KVKeepConnector(vllm_config, KVConnectorRole.WORKER, kv).get_handshake_metadata()
+    assert isinstance(facts, WorkerFacts)
+    half.set_facts([facts])
+    assert "UniformTypeKVCacheSpecs" in told[0]
+    assert half.lookups is None
 
 
 def test_a_dropped_store_never_makes_vllm_compute_a_request_again() -> None:
