@@ -206,7 +206,7 @@ class CopyThreads:
                 copied += 1
             valid = list(reading.validate())
         finally:
-            reading.confirm()
+            reading.confirm(wait=False)  # the request need not wait for that
         good = [chunk < copied and chunk < len(valid) and valid[chunk] for chunk in range(job.chunks)]
         self.counters["chunks_loaded"] += sum(good)
         bad = tuple(block for part, fine in zip(parts, good, strict=True) if not fine for block in present(part))

@@ -96,7 +96,7 @@ class StoreReport:
 class LoadReport:
     request_id: str
     failure: LoadFailure | None  # None = every byte is right
-    confirmed: bool  # the daemon was told that the read is over; else the scheduler half releases the handle
+    confirmed: bool  # the daemon is told that the read is over; else the scheduler half releases the handle
     good_chunks: int = 0  # of a load that failed: the leading ones that vLLM keeps
     seconds: float = 0.0  # from its submission to its end, waiting for a copy thread included
 

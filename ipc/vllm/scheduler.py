@@ -238,7 +238,10 @@ class SchedulerHalf:
         assert self.lookups is not None
         assert self.stores is not None
         for load in report.loads:
-            self.lookups.on_load_report(load)
+            try:
+                self.lookups.on_load_report(load)
+            except Exception as error:  # the reports after it end pins and references
+                self._guard.note("load_report", error)
         for store in report.stores:
             try:
                 self.stores.on_report(store)
@@ -247,9 +250,9 @@ class SchedulerHalf:
 
     def on_finished(self, request: Request) -> None:
         if self.lookups is not None and self.stores is not None:
-            self._pin(request)
             self.lookups.on_finished(request.request_id)
             self.stores.on_finished(request.request_id)
+            self._pin(request)  # last: whatever it meets, nothing is held any more
 
     def _pin(self, request: Request) -> None:
         seconds = self._pin_s.pop(request.request_id, 0.0)

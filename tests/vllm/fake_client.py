@@ -155,7 +155,7 @@ class FakeReading:
     def copying(self) -> nullcontext[bool]:
         return nullcontext(self.daemon.up)
 
-    def confirm(self) -> None:
+    def confirm(self, *, wait: bool = True) -> None:
         self.daemon.count("CONFIRM")
         self.daemon.handles.pop(self.handle, None)
 

@@ -92,5 +92,5 @@ class _Garbage:
     def copying(self) -> Any:
         return self._inner.copying()
 
-    def confirm(self) -> None:
-        self._inner.confirm()
+    def confirm(self, *, wait: bool = True) -> None:
+        self._inner.confirm(wait=wait)
