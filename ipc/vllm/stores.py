@@ -122,7 +122,7 @@ class Stores:
                 if chain is None:  # its adapter is known in a moment, or not for this request
                     progress.considered, progress.enabled = before, self._keys.reading(progress.request)
                     continue
-                job = self._job(progress, chain, output, active)
+                job = self._job(progress, chain, output, active, fresh=complete - before)
             except Exception as error:  # jobs of other requests hold pins already: they must go out
                 self._guard.note("store_job", error)
                 progress.enabled = False
@@ -178,7 +178,10 @@ class Stores:
             tokens = min(tokens, request.num_prompt_tokens)
         return int(tokens // active.chunk_tokens)
 
-    def _job(self, progress: _Progress, chain: bytes, output: SchedulerOutput, active: Active) -> StoreJob | None:
+    def _job(
+        self, progress: _Progress, chain: bytes, output: SchedulerOutput, active: Active, *, fresh: int
+    ) -> StoreJob | None:
+        """``fresh``: so many of the chunks are complete since this step; the others were looked at, and counted."""
         request_id, complete = progress.request.request_id, len(chain) // HASH_BYTES
         at = progress.stored * HASH_BYTES
         if progress.last_hash and chain[at - HASH_BYTES : at] != progress.last_hash:
@@ -187,7 +190,7 @@ class Stores:
         per_chunk = sum(active.chunk_tokens // group.block_size for group in active.groups)
         room = int(self._pool.num_gpu_blocks * self._options.pinned_fraction) - self.pinned_blocks
         end = min(complete, start + max(0, room) // per_chunk)
-        self._tally.add("chunks_skipped_pins", complete - max(start, end))
+        self._tally.add("chunks_skipped_pins", max(0, min(fresh, complete - max(start, end))))
         if end <= start:
             return None
         held = cut(
@@ -197,7 +200,7 @@ class Stores:
             raise RuntimeError(f"request {request_id} has {sum(map(len, held))} blocks for chunks {start} to {end}")
         table = tuple(tuple(ABSENT if block.is_null else block.block_id for block in group) for group in held)
         usable = self._usable(table, start, end, active)
-        self._tally.add("chunks_skipped_window", end - usable)
+        self._tally.add("chunks_skipped_window", min(fresh, end - usable))
         if usable <= start:
             return None
         if usable < end:

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvkeep.ipc.messages import HASH_BYTES
 from kvkeep.ipc.vllm.controls import Scope
+from kvkeep.ipc.vllm.groups import Group
 from kvkeep.ipc.vllm.metadata import StoreEnd, StoreJob, StoreReport
 from tests.vllm.bench import BLOCK, CHUNK, PER_CHUNK, Bench, Request
 
@@ -120,6 +123,35 @@ def test_pins_never_exceed_their_share_and_the_rest_is_counted() -> None:
     report(bench, job)
     third = bench.add(Request("c", CHUNK, prompt="third"))
     assert len(bench.step(third, CHUNK)) == 1
+
+
+def test_a_chunk_that_is_not_stored_is_counted_once() -> None:
+    bench = Bench(blocks=101, pinned_fraction=0.0)
+    request = bench.add(Request("a", 5 * CHUNK))
+    for _ in range(5):
+        assert bench.step(request, CHUNK) == []
+    assert bench.counters["chunks_skipped_pins"] == 5
+
+
+def test_the_engine_has_let_go_of_a_window_once() -> None:
+    bench = Bench()
+    bench.active = replace(bench.active, groups=(Group(BLOCK, window=BLOCK),))
+    request = bench.add(Request("a", 5 * CHUNK))
+    bench.pool.free_blocks([bench.tables["a"][PER_CHUNK - 1]])
+    bench.tables["a"][PER_CHUNK - 1] = bench.pool.null_block
+    for _ in range(5):
+        assert bench.step(request, CHUNK) == []
+    assert bench.counters["chunks_skipped_window"] == 5
+
+
+def test_a_head_that_went_before_a_preemption_counts_nothing_backwards(bench: Bench) -> None:
+    """Prometheus raises if a counter is to fall, and vLLM's frontend ends with that."""
+    request = bench.add(Request("a", 4 * CHUNK))
+    (job,) = bench.step(request, 4 * CHUNK)
+    report(bench, job, StoreEnd.ORPHAN, missing=2)
+    request.num_computed_tokens, request.num_preemptions = 0, 1
+    bench.step(request, CHUNK)
+    assert min(bench.counters.values()) >= 0
 
 
 def test_tokens_that_a_session_takes_back_are_stored_anew(bench: Bench) -> None:
