@@ -22,11 +22,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.logger import init_logger
 
+from kvkeep.ipc.vllm.guard import Guard
 from kvkeep.ipc.vllm.metadata import LoadFailure, StoreEnd
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+logger = init_logger("vllm.kvkeep")
 
 PREFIX = "vllm:kvkeep_"
 KEEP = 4096  # observations of one series in one payload: the logger adds up payloads for as long as nobody asks it
@@ -218,6 +222,7 @@ class KVKeepProm(KVConnectorPromMetrics):  # type: ignore[misc]
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._guard = Guard(logger.warning)
         self._children: dict[tuple[int, str], Any] = {}
         for series in SERIES:
             family = self._family(series, labelnames + ([series.label] if series.label else []))
@@ -226,6 +231,13 @@ class KVKeepProm(KVConnectorPromMetrics):  # type: ignore[misc]
                     self._children[engine, key] = family.labels(*labels, *own)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """What raises here ends vLLM's frontend with all its requests."""
+        try:
+            self._observe(transfer_stats_data, engine_idx)
+        except Exception as error:
+            self._guard.note("observe", error)
+
+    def _observe(self, transfer_stats_data: dict[str, Any], engine_idx: int) -> None:
         def known(part: str) -> list[tuple[Any, Any]]:
             found = [(self._children.get((engine_idx, key)), value) for key, value in transfer_stats_data[part].items()]
             return [(child, value) for child, value in found if child is not None]

@@ -197,6 +197,12 @@ def test_a_payload_arrives_at_the_series_of_its_engine_only(registered: Register
         assert value("lookup_seconds_sum", engine) == 0.004 * factor
 
 
+def test_what_prometheus_does_not_take_does_not_reach_the_frontend(registered: Registered) -> None:
+    registered.prom.observe({"add": {"lookups_hit": 1, "lookups_miss": -1}, "set": {}, "seen": {}}, 0)
+    registered.prom.observe({"add": {"lookups_hit": 1}, "set": {}, "seen": {}}, 0)
+    assert registered.value("lookups_total", 0, result="hit") == 2
+
+
 def test_label_values_are_words() -> None:
     for series in SERIES:
         values: list[enum.Enum] = list(series.values or ())
