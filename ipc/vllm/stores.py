@@ -183,6 +183,8 @@ class Stores:
     ) -> StoreJob | None:
         """``fresh``: so many of the chunks are complete since this step; the others were looked at, and counted."""
         request_id, complete = progress.request.request_id, len(chain) // HASH_BYTES
+        if complete < progress.stored:  # it was preempted, and is not as far again
+            return None
         at = progress.stored * HASH_BYTES
         if progress.last_hash and chain[at - HASH_BYTES : at] != progress.last_hash:
             progress.stored = 0
@@ -190,7 +192,7 @@ class Stores:
         per_chunk = sum(active.chunk_tokens // group.block_size for group in active.groups)
         room = int(self._pool.num_gpu_blocks * self._options.pinned_fraction) - self.pinned_blocks
         end = min(complete, start + max(0, room) // per_chunk)
-        self._tally.add("chunks_skipped_pins", max(0, min(fresh, complete - max(start, end))))
+        self._tally.add("chunks_skipped_pins", min(fresh, complete - max(start, end)))
         if end <= start:
             return None
         held = cut(

@@ -81,6 +81,14 @@ def test_a_preempted_request_does_not_store_again_what_it_stored(bench: Bench) -
     assert [chunks(job) for job in bench.step(request, 3 * CHUNK + 5)] == [(2, 3)]
 
 
+def test_a_preempted_request_that_is_computed_in_pieces_stores_nothing_twice(bench: Bench) -> None:
+    request = bench.add(Request("a", 4 * CHUNK))
+    (job,) = bench.step(request, 4 * CHUNK)
+    report(bench, job)
+    request.num_computed_tokens, request.num_preemptions = 0, 1
+    assert [bench.step(request, CHUNK) for _ in range(4)] == [[]] * 4
+
+
 def test_chunks_that_the_lookup_found_are_not_stored(bench: Bench) -> None:
     request = bench.add(Request("a", 4 * CHUNK))
     bench.put(request, 3)
