@@ -26,8 +26,20 @@ def test_the_python_example_runs_against_a_daemon(make_daemon: Callable[..., Dae
 def test_every_flag_and_file_that_the_documents_name_exists():
     flags = {option.flag for option in OPTIONS} | {"--config", "--print-config", "--help", "--json", "--diff", "--yes"}
     flags |= {"--l1-only", "--adapter", "--namespace"}  # of kvkeep
-    benchmarks = {"--quick", "--only", "--seed", "--data", "--dtype", "--dir", "--peer", "--runs"}
-    foreign = {"--kv-transfer-config", "--shm-size", "--now", "--create"}
+    benchmarks = {
+        "--quick",
+        "--only",
+        "--seed",
+        "--data",
+        "--dtype",
+        "--dir",
+        "--peer",
+        "--runs",
+        "--calm",
+        "--peer-python",
+    }
+    foreign = {"--kv-transfer-config", "--shm-size", "--now", "--create", "--no-deps"}
+    foreign |= {"--supported-transfer-mode", "--shm-name", "--no-l1-use-lazy"}  # of `lmcache server`
     for document in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         if document.name in ("vllm.md", "sglang.md"):  # most flags there are the engines'
             continue
