@@ -102,6 +102,7 @@ class _State:
     failed: bool = False  # a load failed: no hit for this request ever again
     known: int = 0  # chunks that were there
     usable: int = 0  # of them, for this request
+    local_tokens: int = 0  # that the engine had itself when it was offered the hit
 
 
 @dataclass
@@ -184,6 +185,7 @@ class Lookups:
             return 0
         if self._waits_for_load(state, local_tokens, active):
             return None
+        state.local_tokens = local_tokens
         return tokens if state.lookup is not None else 0
 
     def known_chunks(self, request_id: str) -> int:
@@ -202,8 +204,7 @@ class Lookups:
         except Exception as error:
             self._guard.note("load_job", error)
             self._drop(state)
-            held = tuple(tuple(ids) for ids in blocks.get_block_ids())
-            job = LoadJob(request.request_id, 0, 0, 1, held, generation)
+            job = LoadJob(request.request_id, 0, 0, 1, self._unfilled(state, blocks), generation)
         self._new_loads.append(job)
         loading = _Loading(
             state.lookup, self._ranks, job, _by_tier(state, tokens), state.active, state.hashes, time.monotonic()
@@ -393,6 +394,13 @@ class Lookups:
             (ABSENT,) * (skip // group.block_size) + ids for group, ids in zip(active.groups, table, strict=True)
         )
         return LoadJob(name, state.lookup.handle, first, state.usable - first, filled, active.generation)
+
+    def _unfilled(self, state: _State, blocks: KVCacheBlocks) -> BlockTable:
+        """What a load that cannot be made leaves as it is.  Not the blocks before it: other requests may have them."""
+        ids, groups = blocks.get_block_ids(), state.active.groups if state.active is not None else ()
+        if len(groups) != len(ids):
+            return tuple(map(tuple, ids))
+        return tuple(tuple(g[state.local_tokens // group.block_size :]) for g, group in zip(ids, groups, strict=True))
 
     def _usable(self, state: _State, request: Request, active: Active) -> int:
         """Chunks that a hit may end with.  After a hit of all tokens the last is computed again, with its window."""

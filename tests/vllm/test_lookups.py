@@ -163,6 +163,16 @@ def test_an_admission_that_does_not_fit_the_answer_becomes_a_failed_load(bench: 
     assert bench.daemon.references() == 0
 
 
+def test_a_load_that_cannot_be_made_names_no_block_that_others_may_have(bench: Bench) -> None:
+    request = bench.add(Request("a", 4 * CHUNK))
+    bench.put(request, 3)
+    assert ask(bench, request, CHUNK) == 2 * CHUNK
+    admit(bench, request, 3 * CHUNK + BLOCK)
+    (job,) = bench.lookups.take_new_loads()
+    assert job.handle == 0
+    assert job.blocks == (tuple(block.block_id for block in bench.tables["a"][PER_CHUNK:]),)
+
+
 def test_without_a_daemon_the_answer_is_no_at_once(bench: Bench) -> None:
     request = bench.add(Request("a", 2 * CHUNK))
     bench.lookups.on_new_request(request, None)
