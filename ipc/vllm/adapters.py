@@ -23,14 +23,15 @@ again: then the first look counts whatever the age of the files.
 
 Not seen: a parent folder that is exchanged by renaming, between the engine's first reading and our first look.
 
-`digest` belongs to the engine's thread and costs a few `stat` calls there.  Files are read, whole, in a thread that
-lives while there is something to read.
+`digest` belongs to the engine's thread.  Files are read, whole, in a thread that lives while there is something to
+read, and looked at again in one of their own (`Checks`), since a file system may hang.
 """
 
 from __future__ import annotations
 
 import enum
 import os
+import queue
 import stat
 import threading
 import time
@@ -54,6 +55,7 @@ FORMAT = b"lora/1\0"
 READ_BYTES = 1 << 20
 SKEW_S = 2.0  # clocks of file systems are coarse
 RETRY_S, MAX_TRIES = 1.0, 10  # files that are not there yet
+CHECK_S = 0.5  # a look at files takes some 0.02 ms, where they can be looked at
 MAX_ADAPTERS = 65_536
 MAX_LINKS = 40
 SETTINGS = ("lora_dtype", "target_modules", "enable_tower_connector_lora", "enable_moe_shared_loras")
@@ -97,6 +99,35 @@ def _stat(path: str) -> tuple[int, ...] | None:
     if stat.S_ISDIR(found.st_mode):
         return found.st_dev, found.st_ino, 0
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+class Checks:
+    """`Files.unchanged` with a deadline.  For one thread; what hangs holds up nobody a second time."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[Files, list[bool], threading.Event]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._last = threading.Event()
+        self._last.set()
+
+    def unchanged(self, files: Files, wait_s: float) -> bool | None:
+        """None = it could not be told in time."""
+        if not self._last.is_set():
+            return None
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kvkeep-files", daemon=True)
+            self._thread.start()
+        answer: list[bool] = []
+        self._last = threading.Event()
+        self._queue.put((files, answer, self._last))
+        self._last.wait(wait_s)
+        return answer[0] if answer else None
+
+    def _run(self) -> None:
+        while True:
+            files, answer, done = self._queue.get()
+            answer.append(files.unchanged())
+            done.set()
 
 
 class Keys:
@@ -170,6 +201,7 @@ class Adapters:
         self._queue: deque[_Adapter] = deque()
         self._thread: threading.Thread | None = None
         self._full = False
+        self._checks = Checks()
 
     def digest(self, lora_request: Any) -> bytes | None:
         """32 bytes.  None: not known yet, or not to be known; such a request is not cached."""
@@ -181,7 +213,10 @@ class Adapters:
         if adapter.phase is not _Phase.KNOWN:
             return None
         assert adapter.files is not None
-        if not adapter.files.unchanged():
+        unchanged = self._checks.unchanged(adapter.files, CHECK_S)
+        if unchanged is None:
+            return None
+        if not unchanged:
             self._give_up(adapter, "its files changed after the engine may have read them")
             return None
         return adapter.digest

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.ipc.messages import HASH_BYTES, Outcome, Verdict
+from kvkeep.ipc.vllm.adapters import Checks
 from kvkeep.ipc.vllm.groups import chunks, present
 from kvkeep.ipc.vllm.metadata import LoadFailure, LoadJob, NamespaceSpec, StoreEnd, StoreJob, StoreReport
 
@@ -84,7 +85,8 @@ class CopyThreads:
         self._ended_stores: list[StoreReport] = []
         self._load_queue: queue.SimpleQueue[LoadTask | None] = queue.SimpleQueue()
         self._store_queue: queue.SimpleQueue[tuple[StoreJob, NamespaceSpec, float] | None] = queue.SimpleQueue()
-        self._namespace: tuple[NamespaceSpec, Any] | None = None  # the store thread's
+        self._namespace: tuple[NamespaceSpec, Any] | None = None  # the store thread's, as is:
+        self._checks = Checks()
         self.counters: Counter[str] = Counter()
         names = [(f"kvkeep-load-{n}", self._load_loop) for n in range(load_threads)]
         names.append(("kvkeep-store", self._store_loop))
@@ -257,7 +259,8 @@ class CopyThreads:
                     if write:
                         self._pages.gather(view, parts[position - job.start])
                 complete.append(write)
-            if job.adapter is not None and not job.adapter.unchanged():
+            left = max(0.0, deadline - time.monotonic())
+            if job.adapter is not None and not self._checks.unchanged(job.adapter, left):  # or it cannot be told
                 complete = [False] * len(complete)
             outcomes = list(reservation.commit(complete)) if complete else []
         stored = sum(outcome in (Outcome.SEALED, Outcome.WAITING) for outcome in outcomes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from blake3 import blake3
 from vllm.lora.request import LoRARequest
 
 from kvkeep.ipc.vllm import adapters
-from kvkeep.ipc.vllm.adapters import MAX_TRIES, RETRY_S, Adapters, salted_chain
+from kvkeep.ipc.vllm.adapters import MAX_TRIES, RETRY_S, Adapters, Checks, Files, salted_chain
 
 WAIT_S = 20.0
 LATER = 1e6  # the engine starts long after the files were written
@@ -349,3 +350,17 @@ def test_no_two_adapters_have_a_key_in_common() -> None:
     for one, other in itertools.combinations(chains, 2):
         keys = [{text[at : at + 32] for at in range(0, len(text), 32)} for text in (one, other)]
         assert not keys[0] & keys[1]
+
+
+def test_a_file_system_that_hangs_holds_up_nobody_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, hang = Files.look((str(tmp_path),)), threading.Event()
+    checks = Checks()
+    assert checks.unchanged(files, 10) is True
+    monkeypatch.setattr(Files, "unchanged", lambda self: hang.wait(20))
+    assert checks.unchanged(files, 0.01) is None
+    assert checks.unchanged(files, 100) is None  # at once: the first still hangs
+    hang.set()
+    until = time.monotonic() + 10
+    while not checks.unchanged(files, 1):
+        assert time.monotonic() < until
+        time.sleep(0.01)
