@@ -75,6 +75,7 @@ class KVKeepStorage(HiCacheStorage):  # type: ignore[misc]
         self._lock = threading.Lock()
         self._pools: dict[str, Pool] = {}
         self._noted: Counter[str] = Counter()
+        self._counting = threading.Lock()  # of the next line: none may be lost
         self._clears_wanted = self._clears_done = 0
         self._clear_at = 0.0
         self._client: Client | None = None
@@ -208,7 +209,7 @@ class KVKeepStorage(HiCacheStorage):  # type: ignore[misc]
         begin, clears = time.monotonic(), self._clears_wanted
         good = pool.shelf.write(keys, pages, prefix)
         if clears != self._clears_wanted:  # what was stored is of before, and may have come after
-            self._clears_wanted += 1
+            self._want_clear()
         self._count("stored", good, pool.pages.page_bytes, time.monotonic() - begin)
         return good
 
@@ -265,9 +266,13 @@ class KVKeepStorage(HiCacheStorage):  # type: ignore[misc]
     @_or(lambda *_, **__: None)
     def clear(self) -> None:
         if self._pools:
-            self._clears_wanted += 1
+            self._want_clear()
             self._clear_at = 0.0
             self._clear()
+
+    def _want_clear(self) -> None:
+        with self._counting:
+            self._clears_wanted += 1
 
     def _clear(self) -> bool:
         """Whether nothing of before `clear` is left.  Others do not wait for one who is asking."""
