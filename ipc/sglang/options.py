@@ -1,14 +1,11 @@
-"""The ``kvkeep.*`` keys of SGLang's --hicache-storage-backend-extra-config, parsed once and then trusted.
-
-Keys without the prefix are SGLang's own, or somebody else's.
-"""
+"""The ``kvkeep.*`` keys of SGLang's --hicache-storage-backend-extra-config."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-PREFIX = "kvkeep."
+from kvkeep.ipc import extra_config
 
 
 @dataclass(frozen=True)
@@ -33,26 +30,5 @@ _RANGES: dict[str, tuple[float, float]] = {
 
 def parse(extra: Mapping[str, object] | None) -> Options:
     """Raises ValueError: one sentence with key, value and what is allowed."""
-    known = Options.__dataclass_fields__
-    values: dict[str, object] = {}
-    for key, value in (extra or {}).items():
-        if not isinstance(key, str) or not key.startswith(PREFIX):
-            continue
-        field = key[len(PREFIX) :]
-        if field not in known:
-            names = ", ".join(PREFIX + name for name in known)
-            raise ValueError(f"unknown option {key!r} in the storage backend's extra config: the options are {names}")
-        values[field] = _checked(key, field, value, type(known[field].default))
-    return Options(**values)  # type: ignore[arg-type]
-
-
-def _checked(key: str, field: str, value: object, wanted: type) -> object:
-    if wanted is float and type(value) is int:
-        value = float(value)
-    if type(value) is not wanted:
-        raise ValueError(f"{key} is {value!r}: it must be of type {wanted.__name__}")
-    if field in _RANGES:
-        low, high = _RANGES[field]
-        if not low <= value <= high:  # type: ignore[operator]
-            raise ValueError(f"{key} is {value!r}: it must be between {low} and {high}")
-    return value
+    defaults = {field.name: field.default for field in fields(Options)}
+    return Options(**extra_config.parse(defaults, _RANGES, extra or {}, "the storage backend's extra config"))

@@ -1,16 +1,14 @@
-"""The ``kvkeep.*`` keys of vLLM's kv_connector_extra_config, parsed once and then trusted.
-
-A key that we do not know is an error, so that a typing mistake is seen and not silently ignored.  Keys without the
-prefix belong to somebody else (MultiConnector passes its own) and are left alone.
-"""
+"""The ``kvkeep.*`` keys of vLLM's kv_connector_extra_config.  (MultiConnector passes others of its own there.)"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-PREFIX = "kvkeep."
-LEARNED = "learned"  # min_hit is
+from kvkeep.ipc.extra_config import PREFIX, OptionError
+from kvkeep.ipc.extra_config import parse as parse_keys
+
+MIN_HIT, LEARNED = PREFIX + "min_hit", "learned"
 
 
 @dataclass(frozen=True)
@@ -30,10 +28,6 @@ class Options:
     max_pin_s: float = 0.0  # how long requests may keep their prompts in L1
 
 
-class OptionError(ValueError):
-    """One sentence: key, value, what is allowed."""
-
-
 _RANGES: dict[str, tuple[float, float]] = {
     "chunk_tokens": (0, 1 << 20),
     "lookup_deadline_ms": (0, 60_000),
@@ -48,32 +42,12 @@ _RANGES: dict[str, tuple[float, float]] = {
 
 def parse(extra: Mapping[str, object]) -> Options:
     """Raises OptionError."""
-    known = Options.__dataclass_fields__
-    values: dict[str, object] = {}
-    for key, value in extra.items():
-        if not key.startswith(PREFIX):
-            continue
-        field = key[len(PREFIX) :]
-        if field not in known:
-            names = ", ".join(PREFIX + name for name in known)
-            raise OptionError(f"unknown option {key!r} in kv_connector_extra_config: the options are {names}")
-        values[field] = _checked(key, field, value, type(known[field].default))
-    return Options(**values)  # type: ignore[arg-type]
-
-
-def _checked(key: str, field: str, value: object, wanted: type) -> object:
-    if field == "min_hit":
-        if value == LEARNED:
-            return value
-        if type(value) is not int:
-            raise OptionError(f"{key} is {value!r}: it must be {LEARNED!r} or a number of tokens")
-        wanted = int
-    if wanted is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if type(value) is not wanted:
-        raise OptionError(f"{key} is {value!r}: it must be of type {wanted.__name__}")
-    if field in _RANGES:
-        low, high = _RANGES[field]
-        if not low <= value <= high:  # type: ignore[operator]
-            raise OptionError(f"{key} is {value!r}: it must be between {low} and {high}")
-    return value
+    defaults = {field.name: field.default for field in fields(Options)}
+    min_hit = extra.get(MIN_HIT, LEARNED)
+    if min_hit == LEARNED:
+        extra = {key: value for key, value in extra.items() if key != MIN_HIT}
+    elif type(min_hit) is int:
+        defaults["min_hit"] = 0
+    else:
+        raise OptionError(f"{MIN_HIT} is {min_hit!r}: it must be {LEARNED!r} or a number of tokens")
+    return Options(**parse_keys(defaults, _RANGES, extra, "kv_connector_extra_config"))
