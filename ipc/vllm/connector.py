@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvkeep.ipc.extra_config import OptionError
 from kvkeep.ipc.vllm import identity, options
 from kvkeep.ipc.vllm.guard import Guard
 from kvkeep.ipc.vllm.metadata import KVKeepMetadata, KVKeepWorkerMetadata, WorkerFacts
@@ -84,7 +85,7 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._refusal: WorkerFacts | None = None
         try:
             self._make_half(vllm_config, role, kv_cache_config)
-        except options.OptionError as sentence:
+        except OptionError as sentence:
             self._refuse(str(sentence))
         except Exception as error:
             self.guard.note("start", error)

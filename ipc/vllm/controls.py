@@ -15,7 +15,7 @@ import enum
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from kvkeep.ipc.vllm.options import PREFIX
+from kvkeep.ipc.extra_config import PREFIX
 
 STORE, LOAD, PIN = PREFIX + "store", PREFIX + "load", PREFIX + "pin_s"
 KNOWN = (STORE, LOAD, PIN)
