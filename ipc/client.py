@@ -24,7 +24,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import msgspec
@@ -32,6 +32,7 @@ import msgspec
 from kvkeep.ipc import messages as m
 from kvkeep.ipc.arguments import seconds, text, whole
 from kvkeep.ipc.buffers import Buffers, Hashes, check_distinct, count_of, pack_hashes, rows
+from kvkeep.ipc.client_arena import Arena
 from kvkeep.ipc.client_attach import Options
 from kvkeep.ipc.client_lookup import Lookup, PendingLookup, Reading, open_reading
 from kvkeep.ipc.client_manage import CLEAR_S, MANAGEMENT_S, Dropped, Management, id_of
@@ -128,6 +129,13 @@ class Client:
         """The daemon may find in L2 what L1 lacks, for a lookup with ``wait_s``."""
         attachment = self._session.attachment
         return attachment is not None and attachment.welcome.l2
+
+    def watch_arena(self, watcher: Callable[[Arena | None], None]) -> None:
+        """For those who must prepare the mapping, or undo that: ``watcher`` is called with the arena of each attachment
+        when it begins, at once if there is one, and with None when it is over and its last copy has ended.  Calls come
+        from the client's own thread, must return at once, and may repeat themselves.  One watcher a client; whoever
+        holds the arena's ``data`` keeps it mapped."""
+        self._session.watch_arena(watcher)
 
     @property
     def eventfd(self) -> int:

@@ -118,6 +118,7 @@ class Arena:
         self.data: Bytes = np.frombuffer(mmap.mmap(data_fd, welcome.data_bytes), np.uint8)
         self.readonly: Bytes = self.data.view()
         self.readonly.flags.writeable = False
+        self.reserved = Reserved(data_fd, welcome.data_bytes)
 
     def inside(self, offsets: U64, length: int) -> bool:
         """Whether all extents of ``length`` bytes lie in the data segment."""
@@ -134,10 +135,25 @@ class Arena:
         good: npt.NDArray[np.bool_] = np.logical_and(sealed, self._generations[entries] == generations)
         return good
 
-    def populate(self, data_fd: int) -> None:
-        """Fault the mapping in the background, in steps, as far as the daemon has reserved.  Takes ``data_fd`` over."""
-        args = (weakref.ref(self), data_fd, self.data_bytes)
+    def populate(self) -> None:
+        """Fault the mapping in the background, in steps, as far as the daemon has reserved."""
+        args = (weakref.ref(self), self.reserved, self.data_bytes)
         threading.Thread(target=_populate, args=args, name="kvkeep-populate", daemon=True).start()
+
+
+class Reserved:
+    """How many bytes of the data segment, from its start, the daemon has reserved by now.  Any thread."""
+
+    def __init__(self, data_fd: int, size: int) -> None:
+        self._fd, self._size = os.dup(data_fd), size
+
+    def __call__(self) -> int:
+        """Raises OSError."""
+        return min(self._size, os.fstat(self._fd).st_blocks * 512 // layout.PAGE * layout.PAGE)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_fd"):
+            os.close(self._fd)
 
 
 def _check(block: Any, welcome: Welcome, data_inode: int) -> int:
@@ -158,15 +174,14 @@ def _check(block: Any, welcome: Welcome, data_inode: int) -> int:
     return capacity
 
 
-def _populate(reference: weakref.ref[Arena], data_fd: int, size: int) -> None:
+def _populate(reference: weakref.ref[Arena], reserved: Reserved, size: int) -> None:
     """Best effort: an old kernel, a full tmpfs or a lost arena just ends it, and the first copy faults its pages."""
     try:
         advise = ctypes.CDLL(None, use_errno=True).madvise  # mmap.madvise would hold the GIL
         advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         position, patience = 0, time.monotonic() + POPULATE_PATIENCE_S
         while position < size:
-            ready = min(size, os.fstat(data_fd).st_blocks * 512 // layout.PAGE * layout.PAGE)
-            step = min(POPULATE_STEP, ready - position)
+            step = min(POPULATE_STEP, reserved() - position)
             if step <= 0:
                 if time.monotonic() > patience or reference() is None:
                     return
@@ -179,5 +194,3 @@ def _populate(reference: weakref.ref[Arena], data_fd: int, size: int) -> None:
             position += step
     except (OSError, AttributeError):
         return
-    finally:
-        os.close(data_fd)

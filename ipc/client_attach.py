@@ -42,7 +42,7 @@ def open_attachment(options: Options, previous_lease: int) -> Attachment:
             raise ArenaError(f"the daemon names {endpoint!r} as its RPC socket, which is not a local one")
         attachment = Attachment(sock, welcome, arena, fds.pop() if fds else -1, endpoint)
         if arena is not None:
-            arena.populate(fds.pop())
+            arena.populate()
         return attachment
     except BaseException:
         sock.close()

@@ -24,13 +24,14 @@ import os
 import random
 import threading
 import time
+from collections.abc import Callable
 
 import zmq
 
 from kvkeep.ipc import messages as m
 from kvkeep.ipc.arguments import seconds
 from kvkeep.ipc.attach_frames import AttachRefused
-from kvkeep.ipc.client_arena import ArenaError
+from kvkeep.ipc.client_arena import Arena, ArenaError
 from kvkeep.ipc.client_attach import Options, attach_path, open_attachment
 from kvkeep.ipc.client_rpc import Answer, Attachment, Channel
 from kvkeep.ipc.client_upkeep import UNANSWERED_S, Ping, Returns, clear, zmq_context
@@ -72,6 +73,7 @@ class Session:
         self.counters = dict.fromkeys(COUNTERS, 0)
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._publishing = threading.Lock()
+        self._watcher: Callable[[Arena | None], None] | None = None
         self.returns = Returns(self._wake_fd, self.counters)
         self._channels: list[Channel] = []
         self._local = threading.local()
@@ -107,6 +109,20 @@ class Session:
         """The one object for this identity, and the attachment that does not know it yet, if there is one."""
         with self._publishing:  # against the moment between registering all and publishing
             return self.namespaces.setdefault(fresh.digest, fresh), self.attachment
+
+    def watch_arena(self, watcher: Callable[[Arena | None], None]) -> None:
+        """See `Client.watch_arena`."""
+        with self._publishing:
+            self._watcher = watcher
+            attachment = self.attachment
+        self._tell_watcher(attachment.arena if attachment is not None else None)
+
+    def _tell_watcher(self, arena: Arena | None) -> None:
+        try:
+            if self._watcher is not None:
+                self._watcher(arena)
+        except Exception:
+            log.exception("what watches the arena failed")
 
     def register_later(self) -> None:
         self._unregistered = True
@@ -258,6 +274,7 @@ class Session:
         try:
             if not self._register_all(attachment, channel):
                 return
+            self._tell_watcher(attachment.arena)
             self.counters["attaches"] += 1
             log.info("attached to %s, epoch %d, lease %d", self.where(), attachment.epoch, attachment.welcome.lease_id)
             poller = zmq.Poller()
@@ -347,6 +364,7 @@ class Session:
                 log.warning("a copy to or from the arena has been running for 5 s; attaching again waits for it")
                 while not guard.wait_idle(60.0):
                     pass
+            self._tell_watcher(None)
         attachment.arena = None  # who still needs the old mapping holds it; the last one ends the lock
         attachment.sock.close()
 
