@@ -1,9 +1,10 @@
 """The copy threads of the worker half: every job that goes in comes out exactly once.
 
 A load goes QUEUED -> RUNNING -> ENDED, or QUEUED -> ENDED when its deadline passes or its request is cancelled before a
-thread took it.  Only the thread that runs a load writes into the engine's blocks, and a running load is reported only
-by that thread, after its last write: a deadline never gives blocks back under a copy.  It looks at the deadline between
-chunks, so a load overruns by one chunk's copy at most.
+thread took it.  Threads that have nothing else to do help the one that runs a load (load_copy.py).  A running load is
+reported only by that one, after the last write of all of them: a deadline never gives blocks back under a copy.  They
+look at the deadline between pieces (one chunk, or several on a GPU), so a load overruns by one piece's copy at most; on
+a GPU also by what the engine had given it to do before: a copy waits for that, and cannot be taken back.
 
 Loads and stores have threads of their own, so that a load never waits behind stores.  All daemon calls are made here,
 each with a deadline; the engine's thread only moves small records under a lock.
@@ -18,15 +19,16 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvkeep.ipc.messages import HASH_BYTES, Outcome, Verdict
 from kvkeep.ipc.vllm.adapters import Checks
 from kvkeep.ipc.vllm.groups import chunks, present
+from kvkeep.ipc.vllm.load_copy import LoadCopy
 from kvkeep.ipc.vllm.metadata import LoadFailure, LoadJob, NamespaceSpec, StoreEnd, StoreJob, StoreReport
 
 if TYPE_CHECKING:
-    from kvkeep.ipc.vllm.pages import Pages
+    from kvkeep.ipc.vllm.memory import KVMemory
 
 CALL_DEADLINE_S = 1.0  # of one request to the daemon; a job's own deadline cuts it shorter
 LEFT_AT_CLOSE_S = 0.4  # how long close() waits for the threads
@@ -46,8 +48,16 @@ class LoadState(enum.Enum):
 class LoadTask:
     job: LoadJob
     deadline: float
+    after: Any = None  # a fence; kept until the load is reported
     state: LoadState = LoadState.QUEUED
     cancelled: bool = False
+
+
+class StoreTask(NamedTuple):
+    job: StoreJob
+    namespace: NamespaceSpec
+    deadline: float
+    after: Any  # a fence; kept until the store has ended
 
 
 @dataclass(frozen=True)
@@ -69,22 +79,22 @@ class CopyThreads:
     def __init__(
         self,
         client: Any,
-        pages: Pages,
+        memory: KVMemory,
         *,
         shard: int,
         load_threads: int,
         deadline_s: float,
         log: Callable[[str, BaseException], None],
     ) -> None:
-        self._client, self._pages, self._shard = client, pages, shard
-        self._deadline_s, self._log = deadline_s, log
+        self._client, self._memory, self._shard = client, memory, shard
+        self._load_threads, self._deadline_s, self._log = load_threads, deadline_s, log
         self._lock = threading.Lock()
         self._something_ended = threading.Event()
         self._loads: dict[str, LoadTask] = {}  # by request id, until reported
         self._ended_loads: list[LoadEnd] = []
         self._ended_stores: list[StoreReport] = []
-        self._load_queue: queue.SimpleQueue[LoadTask | None] = queue.SimpleQueue()
-        self._store_queue: queue.SimpleQueue[tuple[StoreJob, NamespaceSpec, float] | None] = queue.SimpleQueue()
+        self._load_queue: queue.SimpleQueue[LoadTask | LoadCopy | None] = queue.SimpleQueue()
+        self._store_queue: queue.SimpleQueue[StoreTask | None] = queue.SimpleQueue()
         self._namespace: tuple[NamespaceSpec, Any] | None = None  # the store thread's, as is:
         self._checks = Checks()
         self.counters: Counter[str] = Counter()
@@ -97,7 +107,10 @@ class CopyThreads:
     # ---- the engine's thread ---------------------------------------------------------------------------------------
 
     def submit_load(self, job: LoadJob) -> None:
-        task = LoadTask(job, time.monotonic() + self._deadline_s)
+        """Begins when all is done that the engine has given its device so far: it may still read these blocks.
+        Raises what the device raises; then there is no load."""
+        after = self._memory.fence() if job.handle else None
+        task = LoadTask(job, time.monotonic() + self._deadline_s, after)
         with self._lock:
             self._loads[job.request_id] = task
         if job.handle == 0:
@@ -106,7 +119,9 @@ class CopyThreads:
             self._load_queue.put(task)
 
     def submit_store(self, job: StoreJob, namespace: NamespaceSpec) -> None:
-        self._store_queue.put((job, namespace, time.monotonic() + self._deadline_s))
+        """Likewise: the KV is complete then."""
+        after = self._memory.fence()
+        self._store_queue.put(StoreTask(job, namespace, time.monotonic() + self._deadline_s, after))
 
     def cancel_load(self, request_id: str) -> None:
         """The request is gone.  Its load still ends, and is still reported, once."""
@@ -161,13 +176,16 @@ class CopyThreads:
         return time.monotonic() - (task.deadline - self._deadline_s)
 
     def _late(self, task: LoadTask, stage: str) -> DeadlinePassed:
-        size = self._pages.bytes_of(task.job.blocks)
+        size = self._memory.bytes_of(task.job.blocks)
         return DeadlinePassed(
             f"request {task.job.request_id}: {size} bytes were not loaded in {self._deadline_s:g} s, {stage}"
         )
 
     def _load_loop(self) -> None:
         while (task := self._load_queue.get()) is not None:
+            if isinstance(task, LoadCopy):
+                task.run()
+                continue
             with self._lock:
                 if task.state is not LoadState.QUEUED:
                     continue
@@ -194,25 +212,19 @@ class CopyThreads:
         if reading is None:
             return LoadEnd.failed(job, self._unread(LoadFailure.REFUSED))
         parts = chunks(job.blocks, job.chunks)
-        copied = 0
-        stop: LoadFailure | None = None
+        copying = LoadCopy(self._memory, reading, parts, task.after, lambda copied: self._stops(task, copied))
         try:
-            for chunk, view in enumerate(reading.views):
-                stop = self._stops(task, copied)
-                if stop is not None:
-                    break
-                with reading.copying() as allowed:  # not when the daemon is gone: the extent may be given away
-                    if not allowed:
-                        break
-                    self._pages.scatter(view, parts[chunk])
-                copied += 1
+            for _ in range(min(self._load_threads, len(copying)) - 1):
+                self._load_queue.put(copying)  # behind the loads that wait: who has one of those does not help
+            copying.run()
+            copying.end()
             valid = list(reading.validate())
         finally:
             reading.confirm(wait=False)  # the request need not wait for that
-        good = [chunk < copied and chunk < len(valid) and valid[chunk] for chunk in range(job.chunks)]
+        good = [there and fine for there, fine in zip(copying.copied, valid, strict=True)]
         self.counters["chunks_loaded"] += sum(good)
         bad = tuple(block for part, fine in zip(parts, good, strict=True) if not fine for block in present(part))
-        failure = None if all(good) else stop or self._unread(LoadFailure.INVALID)
+        failure = None if all(good) else copying.stopped or self._unread(LoadFailure.INVALID)
         return LoadEnd(job, bad, True, failure, good_chunks=[*good, False].index(False))
 
     def _unread(self, else_: LoadFailure) -> LoadFailure:
@@ -227,11 +239,10 @@ class CopyThreads:
     # ---- stores ----------------------------------------------------------------------------------------------------
 
     def _store_loop(self) -> None:
-        while (item := self._store_queue.get()) is not None:
-            job, spec, deadline = item
-            report = StoreReport(job.job_id, StoreEnd.FAILED)
+        while (task := self._store_queue.get()) is not None:
+            report = StoreReport(task.job.job_id, StoreEnd.FAILED)
             try:
-                report = self._store(job, spec, deadline)
+                report = self._store(task)
             except Exception as error:
                 self._log("store", error)
             with self._lock:
@@ -239,7 +250,8 @@ class CopyThreads:
                 self.counters[f"stores_{report.end.value}"] += 1
                 self.counters["chunks_stored"] += report.stored
 
-    def _store(self, job: StoreJob, spec: NamespaceSpec, deadline: float) -> StoreReport:
+    def _store(self, task: StoreTask) -> StoreReport:
+        job, spec, deadline, after = task
         failed = StoreReport(job.job_id, StoreEnd.FAILED)
         if time.monotonic() > deadline or not self._client.attached or self._client.hung:
             return failed
@@ -252,13 +264,16 @@ class CopyThreads:
             self._namespace[1], job.hashes, start=job.start, shard=self._shard, deadline_s=left
         )
         with reservation:
-            complete = []
-            for position, view in zip(reservation.granted, reservation.views, strict=True):
+            granted = [parts[position - job.start] for position in reservation.granted]
+            at_once = self._memory.at_once(self._memory.bytes_of(parts[0]))
+            complete: list[bool] = []
+            while len(complete) < len(granted):
+                piece = slice(len(complete), len(complete) + at_once)
                 with reservation.copying() as allowed:
                     write = allowed and time.monotonic() <= deadline
                     if write:
-                        self._pages.gather(view, parts[position - job.start])
-                complete.append(write)
+                        self._memory.gather_all(reservation.views[piece], granted[piece], after)
+                complete += [write] * len(granted[piece])
             left = max(0.0, deadline - time.monotonic())
             if job.adapter is not None and not self._checks.unchanged(job.adapter, left):  # or it cannot be told
                 complete = [False] * len(complete)

@@ -23,7 +23,7 @@ LAYERS, BLOCKS, PAGE, PER_CHUNK = 2, 32, 64, 4
 
 
 class Rig:
-    def __init__(self, deadline_s: float = 5.0) -> None:
+    def __init__(self, deadline_s: float = 5.0, load_threads: int = 2) -> None:
         self.memory = np.random.default_rng(1).integers(0, 256, (LAYERS, BLOCKS, PAGE), dtype=np.uint8)
         pages = Pages([[Plane(self.memory)]], [16])
         self.daemon, self.guard = FakeDaemon(), Guard(print)
@@ -31,7 +31,7 @@ class Rig:
         self.spec = NamespaceSpec({"model": "m"}, pages.bytes_of(((0,) * PER_CHUNK,)), 1, 64, 0)
         self.space = self.client.register(self.spec.manifest, shard_bytes=self.spec.shard_bytes)
         self.copies = CopyThreads(
-            self.client, pages, shard=0, load_threads=2, deadline_s=deadline_s, log=self.guard.note
+            self.client, pages, shard=0, load_threads=load_threads, deadline_s=deadline_s, log=self.guard.note
         )
 
     def hashes(self, chunks: int, name: str = "h") -> bytes:
@@ -68,6 +68,14 @@ class Rig:
 @pytest.fixture
 def rig() -> Iterator[Rig]:
     made = Rig()
+    yield made
+    made.copies.close()
+
+
+@pytest.fixture
+def lone() -> Iterator[Rig]:
+    """With one thread for loads, so that chunks are copied in order."""
+    made = Rig(load_threads=1)
     yield made
     made.copies.close()
 
@@ -127,21 +135,21 @@ def test_a_handle_that_means_nothing_fails_the_whole_load(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("when", ["before it is read", "while it is copied"])
-def test_a_load_that_the_daemon_left_says_so(rig: Rig, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
-    rig.store(1, 2, first_block=0)
-    job = load(rig, 2, list(range(8, 16)))
+def test_a_load_that_the_daemon_left_says_so(lone: Rig, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    lone.store(1, 2, first_block=0)
+    job = load(lone, 2, list(range(8, 16)))
     if when == "before it is read":
-        rig.daemon.up = False
+        lone.daemon.up = False
     else:
         scatter = Pages.scatter
 
         def dies(self: Pages, *args: Any, **kwargs: Any) -> None:
             scatter(self, *args, **kwargs)
-            rig.daemon.up = False
+            lone.daemon.up = False
 
         monkeypatch.setattr(Pages, "scatter", dies)
-    rig.copies.submit_load(job)
-    ((end,), _) = rig.collect(loads=1)
+    lone.copies.submit_load(job)
+    ((end,), _) = lone.collect(loads=1)
     assert end.failure is LoadFailure.DAEMON_AWAY
     assert end.bad_blocks
 
@@ -164,7 +172,7 @@ def test_an_exception_while_copying_fails_the_load_and_ends_the_read(rig: Rig, m
 
 
 def test_a_running_load_is_reported_only_after_its_last_write(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig(deadline_s=0.05)
+    rig = Rig(deadline_s=0.05, load_threads=1)
     rig.store(1, 2, first_block=0)
     inside, go = threading.Event(), threading.Event()
     scatter = Pages.scatter
@@ -187,18 +195,91 @@ def test_a_running_load_is_reported_only_after_its_last_write(monkeypatch: pytes
     rig.copies.close()
 
 
-def test_a_load_whose_request_goes_meanwhile_stops_between_chunks(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig.store(1, 2, first_block=0)
+def test_a_load_whose_request_goes_meanwhile_stops_between_chunks(lone: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    lone.store(1, 2, first_block=0)
     scatter = Pages.scatter
 
     def goes(self: Pages, *args: Any, **kwargs: Any) -> None:
         scatter(self, *args, **kwargs)
-        rig.copies.cancel_load("r")
+        lone.copies.cancel_load("r")
 
     monkeypatch.setattr(Pages, "scatter", goes)
-    rig.copies.submit_load(load(rig, 2, [10, 11, 12, 13, 14, 15, 16, 17]))
-    ((end,), _) = rig.collect(loads=1)
+    lone.copies.submit_load(load(lone, 2, [10, 11, 12, 13, 14, 15, 16, 17]))
+    ((end,), _) = lone.collect(loads=1)
     assert (end.bad_blocks, end.failure, end.good_chunks) == ((14, 15, 16, 17), LoadFailure.CANCELLED, 1)
+
+
+def test_a_thread_with_nothing_else_to_do_helps(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of two threads is inside a copy at the same time, and nothing is reported before the later one is out."""
+    rig.store(1, 4, first_block=0)
+    before = rig.memory.copy()
+    both, names, go = threading.Barrier(2), set(), threading.Event()
+    scatter = Pages.scatter
+
+    def slow(self: Pages, *args: Any, **kwargs: Any) -> None:
+        name = threading.current_thread().name
+        if name not in names:
+            names.add(name)
+            both.wait(10)
+            assert name == "kvkeep-load-0" or go.wait(10)
+        scatter(self, *args, **kwargs)
+
+    monkeypatch.setattr(Pages, "scatter", slow)
+    rig.copies.submit_load(load(rig, 4, list(range(16, 32))))
+    until = time.monotonic() + 10
+    while not np.array_equal(rig.memory[:, 28:32], before[:, 12:16]) and time.monotonic() < until:
+        time.sleep(0.001)  # the last of three that one thread copied while the other holds its first
+    time.sleep(0.05)
+    assert rig.copies.take_ended() == ([], [])
+    go.set()
+    ((end,), _) = rig.collect(loads=1)
+    assert (end.bad_blocks, end.failure) == ((), None)
+    assert len(names) == 2
+    assert np.array_equal(rig.memory[:, 16:32], before[:, :16])
+
+
+def test_what_fails_in_the_helping_thread_fails_the_load(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.store(1, 4, first_block=0)
+    both, first = threading.Barrier(2), threading.local()
+    scatter = Pages.scatter
+    helper: list[str] = []
+
+    def broken(self: Pages, *args: Any, **kwargs: Any) -> None:
+        if not hasattr(first, "seen"):
+            first.seen = True
+            if both.wait(10) == 0:
+                helper.append(threading.current_thread().name)
+                raise OSError("no")
+        scatter(self, *args, **kwargs)
+
+    monkeypatch.setattr(Pages, "scatter", broken)
+    rig.copies.submit_load(load(rig, 4, list(range(16, 32))))
+    ((end,), _) = rig.collect(loads=1)
+    assert helper
+    assert (end.failure, end.bad_blocks) == (LoadFailure.ERROR, tuple(range(16, 32)))
+    assert rig.daemon.references() == 0
+
+
+def test_loads_that_wait_go_before_helping(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With as many loads as threads each has its own; nobody is kept waiting by another's pieces."""
+    rig.store(1, 2, first_block=0)
+    both, began = threading.Barrier(2), threading.local()
+    loads: list[str] = []
+    open_read = FakeClient.open_read
+
+    def together(self: FakeClient, *args: Any, **kwargs: Any) -> Any:
+        loads.append(threading.current_thread().name)
+        if not hasattr(began, "seen"):
+            began.seen = True
+            both.wait(10)
+        return open_read(self, *args, **kwargs)
+
+    monkeypatch.setattr(FakeClient, "open_read", together)
+    for n in range(2):
+        rig.copies.submit_load(load(rig, 2, list(range(8 + 8 * n, 16 + 8 * n)), request_id=f"r{n}"))
+    ended, _ = rig.collect(loads=2)
+    assert {end.failure for end in ended} == {None}
+    assert len(set(loads)) == 2
 
 
 def test_a_load_that_no_thread_took_in_time_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
