@@ -14,6 +14,14 @@ class Guard:
         self._lock = threading.Lock()
         self.counters: Counter[str] = Counter()
 
+    def say(self, sentence: str) -> None:
+        """To the operator; each one once."""
+        with self._lock:
+            self.counters[sentence] += 1
+            first = self.counters[sentence] == 1
+        if first:
+            self._log(f"kvkeep: {sentence}")
+
     def note(self, where: str, error: BaseException) -> None:
         kind = f"{where}: {type(error).__name__}"
         with self._lock:

@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvkeep.ipc.vllm.adapters import Files
 from kvkeep.ipc.vllm.groups import BlockTable
+from kvkeep.ipc.vllm.memory import Levels
 
 
 @dataclass(frozen=True)
@@ -119,10 +120,18 @@ class KVKeepWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
     loads: list[LoadReport] = field(default_factory=list)
     stores: list[StoreReport] = field(default_factory=list)
     step: int = 0
+    levels: dict[int, Levels] = field(default_factory=dict)  # by rank, of those where they have changed
+    problem: str = ""  # why a rank can copy nothing any more
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, KVKeepWorkerMetadata)
-        return KVKeepWorkerMetadata(self.loads + other.loads, self.stores + other.stores, max(self.step, other.step))
+        return KVKeepWorkerMetadata(
+            self.loads + other.loads,
+            self.stores + other.stores,
+            max(self.step, other.step),
+            self.levels | other.levels,
+            self.problem or other.problem,
+        )
 
 
 @dataclass(frozen=True)

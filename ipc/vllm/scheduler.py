@@ -17,6 +17,7 @@ from kvkeep.ipc.vllm.controls import Controls
 from kvkeep.ipc.vllm.groups import alignment, groups_of
 from kvkeep.ipc.vllm.guard import Guard
 from kvkeep.ipc.vllm.lookups import Active, Lookups
+from kvkeep.ipc.vllm.memory import Levels
 from kvkeep.ipc.vllm.metadata import KVKeepMetadata, KVKeepWorkerMetadata, NamespaceSpec, WorkerFacts
 from kvkeep.ipc.vllm.namespace import NamespaceKeeper
 from kvkeep.ipc.vllm.options import Options
@@ -58,6 +59,7 @@ class SchedulerHalf:
         self._pool: Any = None
         self._blocks_of: BlocksOf | None = None
         self._facts: WorkerFacts | None = None
+        self._levels: dict[int, Levels] = {}  # by rank
         self._client: Any = None
         self._keeper: NamespaceKeeper | None = None
         self._active: Active | None = None  # made from `_registered`
@@ -233,6 +235,7 @@ class SchedulerHalf:
         self._pace.output_seen()
         if report is not None:
             self._on_worker_report(report)
+            self._on_memory_report(report)
 
     def _on_worker_report(self, report: KVKeepWorkerMetadata) -> None:
         assert self.lookups is not None
@@ -247,6 +250,16 @@ class SchedulerHalf:
                 self.stores.on_report(store)
             except Exception as error:  # the next one unpins blocks, too
                 self._guard.note("store_report", error)
+
+    def _on_memory_report(self, report: KVKeepWorkerMetadata) -> None:
+        if report.levels:
+            self._levels |= report.levels
+            self.tally.level("arena_bytes", sum(levels.arena for levels in self._levels.values()))
+            self.tally.level("arena_pinned_bytes", sum(levels.pinned for levels in self._levels.values()))
+        if report.problem and self._facts is not None:  # every lookup is a miss from now on
+            self._refuse(report.problem)
+            if self._keeper is not None:
+                self._keeper.close()
 
     def on_finished(self, request: Request) -> None:
         if self.lookups is not None and self.stores is not None:

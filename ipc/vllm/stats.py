@@ -102,9 +102,20 @@ SERIES = (
     Series("attached", Kind.GAUGE, "1 = attached to the daemon and serving; 0 = every lookup is a miss."),
 )
 
+GPU_SERIES = (
+    Series("arena_bytes", Kind.GAUGE, "The daemon's arena, added up over the ranks, each of which maps it."),
+    Series("arena_pinned_bytes", Kind.GAUGE, "What of it is pinned: the GPU copies straight to and from it."),
+)
 
-BY_NAME = {series.name: series for series in SERIES}
-_KEYS = frozenset(key for series in SERIES for key in series.parts())
+
+BY_NAME = {series.name: series for series in (*SERIES, *GPU_SERIES)}
+_KEYS = frozenset(key for series in BY_NAME.values() for key in series.parts())
+
+
+def series_of(vllm_config: VllmConfig) -> tuple[Series, ...]:
+    """What an engine exports."""
+    device = getattr(getattr(vllm_config, "device_config", None), "device_type", "")
+    return (*SERIES, *GPU_SERIES) if device == "cuda" else SERIES
 
 
 @dataclass
@@ -209,7 +220,7 @@ class Tally:
 
 
 class KVKeepProm(KVConnectorPromMetrics):  # type: ignore[misc]
-    """Registers all of `SERIES` for each engine of the process, so that every series is there, at zero, from the start.
+    """Registers all series for each engine of the process, so that every series is there, at zero, from the start.
 
     `metric_types` are Prometheus' classes, or Ray's with the same interface.
     """
@@ -224,7 +235,7 @@ class KVKeepProm(KVConnectorPromMetrics):  # type: ignore[misc]
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._guard = Guard(logger.warning)
         self._children: dict[tuple[int, str], Any] = {}
-        for series in SERIES:
+        for series in series_of(vllm_config):
             family = self._family(series, labelnames + ([series.label] if series.label else []))
             for engine, labels in per_engine_labelvalues.items():
                 for key, own in series.parts().items():

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvkeep.ipc.vllm import clients, identity, pages
+from kvkeep.ipc.vllm import clients, devices, identity
 from kvkeep.ipc.vllm.copies import CopyThreads
 from kvkeep.ipc.vllm.groups import groups_of, present
 from kvkeep.ipc.vllm.guard import Guard
+from kvkeep.ipc.vllm.memory import KVMemory, Levels, UnknownLayout
 from kvkeep.ipc.vllm.metadata import (
     KVKeepMetadata,
     KVKeepWorkerMetadata,
@@ -47,6 +48,9 @@ class WorkerHalf:
         self._namespace: NamespaceSpec | None = None
         self._generation = 0
         self._rests = False
+        self._memory: KVMemory | None = None
+        self._levels: Levels | None = None  # as reported
+        self._problem = ""  # likewise
         self.copies: CopyThreads | None = None
         self._lost_loads: list[LoadJob] = []  # that no copy thread took
         self._lost_stores: list[StoreReport] = []
@@ -55,8 +59,8 @@ class WorkerHalf:
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         try:
-            memory = pages.from_vllm(kv_caches, self._kv_cache_config)
-        except pages.UnknownLayout as sentence:
+            memory = devices.open_memory(self._vllm_config, self._kv_cache_config, kv_caches, self._guard.say)
+        except UnknownLayout as sentence:
             self._facts = WorkerFacts(str(sentence), (), {})
             return
         layout = {"groups": memory.describe(), **identity.describe_platform(self._vllm_config, list(kv_caches))}
@@ -64,6 +68,8 @@ class WorkerHalf:
         self._rank = Rank.of_this_process(self._vllm_config, self._kv_cache_config)
         self._client = clients.attach(self._options, f"vllm worker {self._rank.rank}")
         clients.wait(self._client, START_WAIT_S)
+        self._memory = memory
+        memory.use(self._client)
         self.copies = CopyThreads(
             self._client,
             memory,
@@ -140,13 +146,27 @@ class WorkerHalf:
         return blocks
 
     def take_report(self) -> KVKeepWorkerMetadata | None:
-        if not self._report.loads and not self._report.stores and not self._report.step:
+        """None = nothing has happened."""
+        self._report_memory()
+        if self._report == KVKeepWorkerMetadata():
             return None
         report, self._report = self._report, KVKeepWorkerMetadata()
         return report
+
+    def _report_memory(self) -> None:
+        if self._memory is None:
+            return
+        levels, problem = self._memory.levels(), self._memory.problem
+        if levels is not None and levels != self._levels:
+            self._report.levels = {self._rank.rank: levels}
+            self._levels = levels
+        if problem != self._problem:
+            self._report.problem = self._problem = problem
 
     def close(self) -> None:
         if self.copies is not None:
             self.copies.close()
         if self._client is not None:
             self._client.close()
+        if self._memory is not None:
+            self._memory.close()

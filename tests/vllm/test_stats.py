@@ -13,8 +13,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from kvkeep.ipc.vllm.connector import KVKeepConnector
+from kvkeep.ipc.vllm.memory import Levels
 from kvkeep.ipc.vllm.metadata import LoadFailure
-from kvkeep.ipc.vllm.stats import KEEP, PREFIX, SERIES, Kind, KVKeepProm, KVKeepStats, Tally
+from kvkeep.ipc.vllm.stats import BY_NAME, GPU_SERIES, KEEP, PREFIX, SERIES, Kind, KVKeepProm, KVKeepStats, Tally
 
 LABELS = ["model_name", "engine"]
 
@@ -22,11 +23,13 @@ LABELS = ["model_name", "engine"]
 class Registered:
     """Our series in a registry of their own, for two engines."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
         self.registry = CollectorRegistry()
         kinds = (prometheus_client.Gauge, prometheus_client.Counter, prometheus_client.Histogram)
         types = {kind: self._in_registry(kind) for kind in kinds}
-        config = SimpleNamespace(kv_transfer_config=SimpleNamespace())
+        config = SimpleNamespace(
+            kv_transfer_config=SimpleNamespace(), device_config=SimpleNamespace(device_type=device)
+        )
         self.prom = KVKeepConnector.build_prom_metrics(config, types, LABELS, {0: ["m", "0"], 1: ["m", "1"]})
 
     def _in_registry(self, kind: Any) -> Any:
@@ -154,10 +157,21 @@ def test_every_series_is_there_at_zero_for_each_engine(registered: Registered) -
                 assert registered.value(series.name + suffix, engine, **own) == 0, series.name
 
 
+def test_series_of_the_gpu_are_there_on_a_gpu_only() -> None:
+    tally = Tally()
+    tally.level("arena_bytes", 2 * Levels(4096, 8192).arena)
+    payload = travelled(tally.take()).data
+    for device, wanted in (("cuda", 16384), ("cpu", None)):
+        registered = Registered(device)
+        registered.prom.observe(payload, 0)
+        assert [registered.value(series.name) for series in GPU_SERIES] == [wanted, 0 if wanted else None]
+        assert registered.value("attached") == 0
+
+
 def test_every_series_and_every_value_of_its_label_is_in_the_documentation() -> None:
     text = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text()
     table = text[text.index("## Metrics") : text.index("## KV events")]
-    for series in SERIES:
+    for series in BY_NAME.values():
         name = series.name + ("_total" if series.kind is Kind.COUNTER else "")
         assert f"`{name}{{{series.label}}}`" in table if series.label else f"`{name}`" in table, name
         for member in series.values or ():
