@@ -33,6 +33,7 @@ REFIT_EVERY = 8  # samples, once the window is full
 NEAR_TOKENS = 32  # samples closer than that, or than a tenth, do not make a slope
 STEP_TOKENS = 128  # of one request in one step; with fewer, the step's fixed cost is what is seen
 STEPS_OPEN = 8
+TIMED_STEPS = 4  # one of so many
 TRIAL_SHARE = 0.01
 CREDIT_S = 1.0  # what can be saved up, or the cost of two trials if that is more
 TRIAL_LIMIT_S = 60.0  # a trial that did not come back by then is forgotten
@@ -90,6 +91,10 @@ class Samples:
         self._line = None
 
     @property
+    def full(self) -> bool:
+        return len(self._points) == WINDOW
+
+    @property
     def line(self) -> Line | None:
         """None: not measured yet."""
         if len(self._points) < ENOUGH:
@@ -108,6 +113,7 @@ class Pace:
         self._loads, self._compute = Samples(from_zero=True), Samples(from_zero=False)
         self._steps: OrderedDict[int, tuple[float, int, float]] = OrderedDict()  # began, tokens, mean context
         self._next_step = 1
+        self._large_steps = 0
         self._last_output = 0.0
         self._credit_s = 0.0
         self._trial: tuple[int, float, float] | None = None  # tokens, what was charged, forgotten at
@@ -135,6 +141,14 @@ class Pace:
         return True
 
     # ---- measurements ------------------------------------------------------------------------------------------------
+
+    def times_steps(self, tokens: int) -> bool:
+        """Whether to take the time of a step of so many tokens: of each until there are enough, then of a few, since
+        the engine's thread pays for it."""
+        if self._least is not None or tokens < STEP_TOKENS:
+            return False
+        self._large_steps += 1
+        return not self._compute.full or self._large_steps % TIMED_STEPS == 0
 
     def load_ended(self, tokens: int, context: int, seconds: float, *, ok: bool) -> None:
         compute_s = self.compute_s(tokens, context)

@@ -16,12 +16,20 @@ from kvkeep.ipc.vllm.adapters import Adapters, Keys, settings_text
 from kvkeep.ipc.vllm.controls import Controls
 from kvkeep.ipc.vllm.groups import alignment, groups_of
 from kvkeep.ipc.vllm.guard import Guard
+from kvkeep.ipc.vllm.leaving import Leaving
 from kvkeep.ipc.vllm.lookups import Active, Lookups
 from kvkeep.ipc.vllm.memory import Levels
-from kvkeep.ipc.vllm.metadata import KVKeepMetadata, KVKeepWorkerMetadata, NamespaceSpec, WorkerFacts
+from kvkeep.ipc.vllm.metadata import (
+    KVKeepMetadata,
+    KVKeepWorkerMetadata,
+    LoadFailure,
+    LoadReport,
+    NamespaceSpec,
+    WorkerFacts,
+)
 from kvkeep.ipc.vllm.namespace import NamespaceKeeper
-from kvkeep.ipc.vllm.options import Options
-from kvkeep.ipc.vllm.pace import STEP_TOKENS, Pace
+from kvkeep.ipc.vllm.options import LEAVING, Options
+from kvkeep.ipc.vllm.pace import Pace
 from kvkeep.ipc.vllm.pins import Pinner
 from kvkeep.ipc.vllm.ranks import Ranks
 from kvkeep.ipc.vllm.stats import KVKeepStats, Tally, Tier
@@ -36,6 +44,7 @@ if TYPE_CHECKING:
 
 DEFAULT_CHUNK_TOKENS = 256
 START_WAIT_S = 0.5  # at engine start, for a daemon that is there
+LEAVING_STEPS = 2  # blocks that so many steps can take are about to leave
 
 
 class SchedulerHalf:
@@ -49,12 +58,16 @@ class SchedulerHalf:
         *,
         may_load: bool = True,
         may_store: bool = True,
+        failures_end_requests: bool = False,
     ) -> None:
+        """``failures_end_requests``: so vLLM's kv_load_failure_policy says."""
+        self._untold = failures_end_requests
         self._may_load, self._may_store = may_load, may_store
         self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
         self._options, self._guard, self._log = options, guard, log
         self._groups = groups_of(kv_cache_config)
         self._ranks = Ranks.of(vllm_config, kv_cache_config)
+        self._drops_last = identity.drops_last_chunk(vllm_config)
         self._hash_block_size: int = kv_cache_config.hash_block_size or self._groups[0].block_size
         self._pool: Any = None
         self._blocks_of: BlocksOf | None = None
@@ -113,11 +126,22 @@ class SchedulerHalf:
             self._guard,
             ranks=self._ranks.shards,
             blocks_of=self._blocks_of,
+            leaving=self._make_leaving(),
             **common,
         )
         self._keeper = NamespaceKeeper(self._client, self._build_namespace, self._refuse)
         self._keeper.start(self._generation)
         self._keeper.wait(START_WAIT_S)
+
+    def _make_leaving(self) -> Leaving | None:
+        if self._options.store_when != LEAVING:
+            return None
+        if not self._vllm_config.cache_config.enable_prefix_caching:
+            self._log("kvkeep: without prefix caching nothing stays in the engine: chunks are stored when complete")
+            return None
+        step_tokens = self._vllm_config.scheduler_config.max_num_batched_tokens
+        near = LEAVING_STEPS * sum(-(-step_tokens // group.block_size) for group in self._groups)
+        return Leaving(self._pool, min(near, int(self._pool.num_gpu_blocks * self._options.pinned_fraction)))
 
     def _make_keys(self) -> Keys:
         lora = self._vllm_config.lora_config
@@ -173,6 +197,7 @@ class SchedulerHalf:
                 readers=self._ranks.replicas,
                 null_block=self._pool.null_block.block_id,
                 chunk_bytes=spec.shard_bytes * spec.shards,
+                drops_last=self._drops_last,
             )
         return self._active
 
@@ -185,7 +210,8 @@ class SchedulerHalf:
         if control.pin_s:
             self._pin_s[request.request_id] = control.pin_s
         if self._may_store:
-            self.stores.on_new_request(request, self._generation, control.store)
+            at_once = control.pin_s > 0  # only what is stored can be pinned
+            self.stores.on_new_request(request, self._generation, control.store, low=control.low, at_once=at_once)
         if self._may_load:
             self.lookups.on_new_request(request, self.active(), wanted=control.load)
 
@@ -220,7 +246,7 @@ class SchedulerHalf:
 
     def _begin_step(self, output: SchedulerOutput) -> int:
         """Take the time of a step of many tokens.  Its number, or 0."""
-        if output.total_num_scheduled_tokens < STEP_TOKENS:
+        if not self._pace.times_steps(output.total_num_scheduled_tokens):
             return 0
         cached = output.scheduled_cached_reqs
         before = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -243,6 +269,7 @@ class SchedulerHalf:
         for load in report.loads:
             try:
                 self.lookups.on_load_report(load)
+                self._tell_of_policy(load)
             except Exception as error:  # the reports after it end pins and references
                 self._guard.note("load_report", error)
         for store in report.stores:
@@ -250,6 +277,15 @@ class SchedulerHalf:
                 self.stores.on_report(store)
             except Exception as error:  # the next one unpins blocks, too
                 self._guard.note("store_report", error)
+
+    def _tell_of_policy(self, report: LoadReport) -> None:
+        if self._untold and report.failure not in (None, LoadFailure.CANCELLED):
+            self._untold = False
+            self._log(
+                f"kvkeep: request {report.request_id} ends with an error because its load failed "
+                f"({report.failure.value}) and kv_load_failure_policy is 'fail'; set it to 'recompute' in "
+                "--kv-transfer-config, and such requests are computed instead (logged once)"
+            )
 
     def _on_memory_report(self, report: KVKeepWorkerMetadata) -> None:
         if report.levels:

@@ -1,15 +1,19 @@
 """What to store, and the pins that keep it in place meanwhile.  One thread, the engine's.
 
-A chunk is stored in the step that completes it: all its tokens are confirmed and, at the end of that step, computed;
-the worker copies after the step's forward.  From here until the worker reports the job its blocks are pinned in vLLM's
-block pool (`touch`), so that neither preemption, abort nor finish gives them to another request under the copy; with
-several ranks, until the last of those that store has reported it.
+A chunk is stored in the step that completes it, or a few steps later with the next ones of a long prompt: all its
+tokens are confirmed and, at the end of that step, computed; the worker copies after the step's forward.  From here
+until the worker reports the job its blocks are pinned in vLLM's block pool (`touch`), so that neither preemption, abort
+nor finish gives them to another request under the copy; with several ranks, until the last of those that store has
+reported it.
 
 A chunk is stored only if it has all blocks that a hit that ends with it needs (groups.py).  It has, in the step that
 completes it.  Later, or where the engine's own prefix cache supplied the tokens, a sliding window may have passed.
 
 Pins are capped: beyond the cap a chunk is skipped and counted, and the engine keeps its memory.  A request that was
 already considered up to some chunk costs nothing until its next chunk is complete: a decode step sends no message.
+Requests of low priority may hold half of the cap.
+
+With ``leaving`` a complete chunk is remembered instead, and stored when it is about to leave the engine (leaving.py).
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from kvkeep.ipc.vllm.adapters import Keys
 from kvkeep.ipc.vllm.controls import Scope
 from kvkeep.ipc.vllm.groups import ABSENT, BlockTable, chunks, cut
 from kvkeep.ipc.vllm.guard import Guard
+from kvkeep.ipc.vllm.leaving import Kept, Leaving, Stage
 from kvkeep.ipc.vllm.lookups import Active, Lookups
 from kvkeep.ipc.vllm.metadata import StoreEnd, StoreJob, StoreReport
 from kvkeep.ipc.vllm.options import Options
@@ -37,6 +42,7 @@ if TYPE_CHECKING:
 
 BlocksOf = Callable[[str], tuple[Sequence[Any], ...]]
 
+JOB_TOKENS = 8192  # of a long prompt, at least, in one job
 MAX_REWINDS = 3  # times a request stores again from a head that was evicted
 
 
@@ -45,6 +51,8 @@ class _Progress:
     request: Request
     generation: int
     scope: Scope
+    low: bool = False  # priority
+    at_once: bool = False  # store what is complete, whatever the engine's way is
     considered: int = 0  # complete chunks that were looked at
     stored: int = 0  # leading chunks that need no store any more ...
     last_hash: bytes = b""  # ... and the hash of the last of them: a streaming session may take tokens back
@@ -59,6 +67,8 @@ class _Pin:
     ranks: int  # that have not reported yet
     active: Active
     began: float
+    late: tuple[Kept, ...] = ()  # chunks that were stored because they were about to leave ...
+    place: Any = None  # ... and the block that followed them in the queue
     worst: StoreReport | None = None
 
 
@@ -75,9 +85,12 @@ class Stores:
         events: Events | None = None,
         keys: Keys | None = None,
         blocks_of: BlocksOf | None = None,
+        leaving: Leaving | None = None,
     ) -> None:
-        """``ranks``: how many report each job.  ``blocks_of``: a request's blocks, which cost no copy of its table."""
+        """``ranks``: how many report each job.  ``blocks_of``: a request's blocks, which cost no copy of its table.
+        ``leaving``: store only what is about to leave the engine."""
         self._blocks_of = blocks_of
+        self._leaving = leaving
         self._keys = keys or Keys()
         self._pool, self._options, self._lookups, self._ranks = pool, options, lookups, ranks
         self._guard, self._tally, self._events = guard, tally, events
@@ -87,9 +100,18 @@ class Stores:
         self.pinned_blocks = 0
         self.blocked = False  # after a cache reset that left old KV in the engine
 
-    def on_new_request(self, request: Request, generation: int, scope: Scope = Scope.PROMPT) -> None:
+    def on_new_request(
+        self,
+        request: Request,
+        generation: int,
+        scope: Scope = Scope.PROMPT,
+        *,
+        low: bool = False,
+        at_once: bool = False,
+    ) -> None:
         if scope is not Scope.NONE:
-            self._progress[request.request_id] = _Progress(request, generation, scope)
+            at_once = at_once or self._leaving is None
+            self._progress[request.request_id] = _Progress(request, generation, scope, low, at_once)
 
     def on_finished(self, request_id: str) -> None:
         self._progress.pop(request_id, None)
@@ -99,6 +121,8 @@ class Stores:
         for progress in self._progress.values():
             progress.enabled = False
         self.blocked = len(self._pool.cached_block_hash_to_block) > 0
+        if self._leaving is not None:
+            self._leaving.forget()
         if self._events is not None:
             self._events.reset()
 
@@ -117,10 +141,16 @@ class Stores:
             before, progress.considered = progress.considered, complete  # it may shrink: a preemption, or a session
             if complete <= before:
                 continue
+            if self._more_comes(progress, scheduled, complete - before, active):
+                progress.considered = before
+                continue
             try:
                 chain = self._keys.chain(progress.request, active, complete)
                 if chain is None:  # its adapter is known in a moment, or not for this request
                     progress.considered, progress.enabled = before, self._keys.reading(progress.request)
+                    continue
+                if not progress.at_once:
+                    self._remember(progress, chain, output, active)
                     continue
                 job = self._job(progress, chain, output, active, fresh=complete - before)
             except Exception as error:  # jobs of other requests hold pins already: they must go out
@@ -129,7 +159,7 @@ class Stores:
             else:
                 jobs += [job] if job is not None else []
                 self._plan_event(job, progress.request, active)
-        return jobs
+        return jobs + self._late_jobs(active) if self._leaving is not None else jobs
 
     def on_report(self, report: StoreReport) -> None:
         pin = self._pins[report.job_id]
@@ -139,7 +169,11 @@ class Stores:
             return
         del self._pins[report.job_id]
         self.pinned_blocks -= len(pin.blocks)
-        self._pool.free_blocks(reversed(pin.blocks))  # tails become free first
+        if pin.late and self._leaving is not None:
+            self._leaving.give_back(pin.blocks, pin.place)
+            self._late_report(pin, report)
+        else:
+            self._pool.free_blocks(reversed(pin.blocks))  # tails become free first
         self._count(pin, report)
         if self._events is not None:
             self._events.settled(report.job_id, stored=report.end is StoreEnd.DONE)
@@ -152,6 +186,111 @@ class Stores:
             progress.rewinds += 1
             progress.enabled = progress.rewinds <= MAX_REWINDS
             progress.stored, progress.considered, progress.last_hash = report.missing, 0, b""
+
+    # ---- what leaves -------------------------------------------------------------------------------------------------
+
+    def _remember(self, progress: _Progress, chain: bytes, output: SchedulerOutput, active: Active) -> None:
+        """Keep a record of each complete chunk that the request has not been asked for yet."""
+        assert self._leaving is not None
+        count = len(chain) // HASH_BYTES
+        at = progress.stored * HASH_BYTES
+        if progress.stored > count or chain[max(0, at - HASH_BYTES) : at] != progress.last_hash:
+            progress.stored, progress.last_hash = 0, b""  # it was preempted, or a session took tokens back
+        first = progress.stored
+        before = self._leaving.find(progress.last_hash) if first else None
+        if first and before is None:
+            first = 0
+        tokens = active.chunk_tokens
+        held = cut(self._held(progress.request.request_id, output), active.groups, first * tokens, count * tokens)
+        known = self._lookups.known_chunks(progress.request.request_id)
+        files = self._keys.files(progress.request)
+        for position, part in enumerate(chunks(held, count - first), first):
+            kept = Kept(
+                chunk=chain[position * HASH_BYTES : (position + 1) * HASH_BYTES],
+                before=before,
+                position=position,
+                held=part,
+                hashes=tuple(block.block_hash for group in part for block in group),
+                generation=active.generation,
+                low=progress.low,
+                files=files,
+                request=progress.request if self._events is not None else None,
+                stage=Stage.STORED if position < known else Stage.WAITS,
+            )
+            before = self._leaving.keep(kept)
+        progress.stored, progress.last_hash = count, chain[(count - 1) * HASH_BYTES : count * HASH_BYTES]
+
+    def _late_jobs(self, active: Active) -> list[StoreJob]:
+        assert self._leaving is not None
+        self._tally.add("chunks_skipped_window", self._leaving.take_lost())
+        jobs: list[StoreJob] = []
+        for kept in self._leaving.about_to_leave():
+            if kept.stage is not Stage.WAITS or kept.generation != active.generation:
+                continue  # a job of this step has it, or it is of before a reset
+            try:
+                job = self._late_job(kept, active)
+            except Exception as error:
+                self._guard.note("store_job", error)
+                kept.stage = Stage.STORED  # as far as we care
+                continue
+            if job is not None:
+                jobs.append(job)
+                if kept.request is not None:
+                    self._plan_event(job, kept.request, active)
+        return jobs
+
+    def _late_job(self, tail: Kept, active: Active) -> StoreJob | None:
+        """Store what is missing up to this chunk, from the first on."""
+        assert self._leaving is not None
+        whole = self._leaving.chain(tail)
+        start = 1 + max((n for n, kept in enumerate(whole) if kept.stage in (Stage.STORED, Stage.STORING)), default=-1)
+        lost = next((n for n in range(start, len(whole)) if not self._storable(whole[n], active)), len(whole))
+        for kept in whole[lost:]:
+            self._tally.add("chunks_skipped_window", kept.stage is not Stage.LOST)
+            kept.stage = Stage.LOST
+        room = self._room(low=tail.low) // sum(active.chunk_tokens // group.block_size for group in active.groups)
+        end = min(lost, start + room)
+        if end < lost:
+            self._leaving.look_again()
+        if end <= start:
+            return None
+        late = tuple(whole[start:end])
+        table = tuple(
+            tuple(ABSENT if block.is_null else block.block_id for kept in late for block in kept.held[group])
+            for group in range(len(active.groups))
+        )
+        chain = b"".join(kept.chunk for kept in whole[:end])
+        job = StoreJob(self._next_job, chain, start, table, active.generation, tail.files)
+        place = self._leaving.place(late)
+        self._pin(job, [block for kept in late for group in kept.held for block in group], "", active, late, place)
+        for kept in late:
+            kept.stage = Stage.STORING
+        return job
+
+    def _storable(self, kept: Kept, active: Active) -> bool:
+        if kept.stage is Stage.LOST or not kept.here():
+            return False
+        tokens = (kept.position + 1) * active.chunk_tokens
+        for group, blocks in zip(active.groups, kept.held, strict=True):
+            first = kept.position * len(blocks)
+            if any(block.is_null and group.needs(first + n, tokens) for n, block in enumerate(blocks)):
+                return False
+        return True
+
+    def _late_report(self, pin: _Pin, report: StoreReport) -> None:
+        assert self._leaving is not None
+        again: list[Kept] = []
+        if report.end is StoreEnd.ORPHAN and report.missing >= 0:  # heads have gone from the daemon, not from here
+            whole = self._leaving.chain(pin.late[-1])
+            again = [kept for kept in whole[report.missing :] if kept.stage is not Stage.LOST]
+        for kept in pin.late:
+            done = report.end is StoreEnd.DONE or kept.position < report.missing
+            kept.stage = Stage.STORED if done else Stage.LOST
+        for kept in again:
+            kept.rewinds += 1
+            kept.stage = Stage.WAITS if kept.rewinds <= MAX_REWINDS else Stage.LOST
+        if again:
+            self._leaving.look_again()
 
     # ---- inside ------------------------------------------------------------------------------------------------------
 
@@ -169,6 +308,18 @@ class Stores:
                 self._events.planned(job.job_id, request, job.hashes, job.start, active.chunk_tokens)
             except Exception as error:  # stored all the same
                 self._guard.note("event", error)
+
+    def _more_comes(self, progress: _Progress, scheduled: int, fresh: int, active: Active) -> bool:
+        """A prompt that is being computed keeps its blocks, so one job can store what several steps complete; the
+        engine's thread pays for each job.  Not so where a window passes some of them."""
+        request = progress.request
+        per_chunk = sum(active.chunk_tokens // group.block_size for group in active.groups)
+        return (
+            request.num_computed_tokens + scheduled < request.num_prompt_tokens
+            and fresh * active.chunk_tokens < JOB_TOKENS
+            and fresh * per_chunk < self._room(low=progress.low) // 2
+            and all(group.sees_all for group in active.groups)
+        )
 
     def _complete_chunks(self, progress: _Progress, scheduled: int, active: Active) -> int:
         """Chunks whose KV is complete after this step.  Hashes exist for confirmed tokens only, not for drafts."""
@@ -190,8 +341,7 @@ class Stores:
             progress.stored = 0
         start = max(progress.stored, min(self._lookups.known_chunks(request_id), complete))
         per_chunk = sum(active.chunk_tokens // group.block_size for group in active.groups)
-        room = int(self._pool.num_gpu_blocks * self._options.pinned_fraction) - self.pinned_blocks
-        end = min(complete, start + max(0, room) // per_chunk)
+        end = min(complete, start + self._room(low=progress.low) // per_chunk)
         self._tally.add("chunks_skipped_pins", min(fresh, complete - max(start, end)))
         if end <= start:
             return None
@@ -211,12 +361,29 @@ class Stores:
         blocks = tuple(block for group in held for block in group if not block.is_null)
         files = self._keys.files(progress.request)
         job = StoreJob(self._next_job, chain[: end * HASH_BYTES], start, table, active.generation, files)
-        self._pool.touch(blocks)
-        self._pins[job.job_id] = _Pin(request_id, blocks, self._ranks, active, time.monotonic())
-        self.pinned_blocks += len(blocks)
-        self._next_job += 1
+        self._pin(job, blocks, request_id, active)
         progress.stored, progress.last_hash = end, chain[(end - 1) * HASH_BYTES : end * HASH_BYTES]
         return job
+
+    def _room(self, *, low: bool) -> int:
+        """Blocks that may be pinned."""
+        share = self._options.pinned_fraction / (2 if low else 1)
+        return max(0, int(self._pool.num_gpu_blocks * share) - self.pinned_blocks)
+
+    def _pin(
+        self,
+        job: StoreJob,
+        blocks: Sequence[Any],
+        request_id: str,
+        active: Active,
+        late: tuple[Kept, ...] = (),
+        place: Any = None,
+    ) -> None:
+        blocks = tuple(block for block in blocks if not block.is_null)
+        self._pool.touch(blocks)
+        self._pins[job.job_id] = _Pin(request_id, blocks, self._ranks, active, time.monotonic(), late, place)
+        self.pinned_blocks += len(blocks)
+        self._next_job += 1
 
     def _held(self, request_id: str, output: SchedulerOutput) -> tuple[Sequence[Any], ...]:
         """vLLM's blocks of a request, per group."""

@@ -277,3 +277,16 @@ def test_equal_measurements_give_equal_answers(seed: int) -> None:
         return found
 
     assert answers() == answers()
+
+
+def test_once_it_is_measured_one_step_of_four_is_timed() -> None:
+    machine = Machine(load_base=0.0, load_slope=0.0)
+    timed = 0
+    while timed < WINDOW:
+        assert machine.pace.times_steps(STEP_TOKENS)
+        number = machine.pace.step_began([(STEP_TOKENS, 0)])
+        machine.pace.step_ended(number)
+        timed += 1
+    assert sum(machine.pace.times_steps(STEP_TOKENS) for _ in range(40)) == 10
+    assert not any(machine.pace.times_steps(STEP_TOKENS - 1) for _ in range(8))
+    assert not Pace(min_hit=0).times_steps(STEP_TOKENS)  # nothing is learned

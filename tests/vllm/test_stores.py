@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from kvkeep.ipc.messages import HASH_BYTES
+from kvkeep.ipc.vllm import stores
 from kvkeep.ipc.vllm.controls import Scope
 from kvkeep.ipc.vllm.groups import Group
 from kvkeep.ipc.vllm.metadata import StoreEnd, StoreJob, StoreReport
@@ -24,12 +25,36 @@ def report(bench: Bench, job: StoreJob, end: StoreEnd = StoreEnd.DONE, missing: 
     bench.stores.on_report(StoreReport(job.job_id, end, 1, missing))
 
 
-def test_a_chunk_is_stored_in_the_step_that_completes_it(bench: Bench) -> None:
+def test_a_chunk_is_stored_in_the_step_that_completes_it(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "JOB_TOKENS", CHUNK)
     request = bench.add(Request("a", 3 * CHUNK + 5))
     found = []
     for tokens in (CHUNK - 1, 1, CHUNK + 10, CHUNK - 10, 5):  # a prompt computed in pieces
         found.append([chunks(job) for job in bench.step(request, tokens)])
     assert found == [[], [(0, 1)], [(1, 2)], [(2, 3)], []]
+
+
+def steps_of(bench: Bench, chunk_count: int) -> list[list[tuple[int, int]]]:
+    request = bench.add(Request("a", chunk_count * CHUNK + 5))
+    return [[chunks(job) for job in bench.step(request, tokens)] for tokens in [CHUNK] * chunk_count + [5]]
+
+
+def test_of_a_long_prompt_one_job_stores_what_several_steps_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "JOB_TOKENS", 3 * CHUNK)
+    assert steps_of(Bench(blocks=201), 5) == [[], [], [(0, 3)], [], [], [(3, 5)]]
+
+
+def test_jobs_of_several_steps_leave_room_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the last chunks of a job would find all pins in use."""
+    bench = Bench(blocks=101, pinned_fraction=0.2)  # 20 blocks: five chunks
+    assert steps_of(bench, 5) == [[], [], [(0, 3)], [(3, 4)], [(4, 5)], []]
+    assert bench.counters["chunks_skipped_pins"] == 0
+
+
+def test_where_windows_pass_each_step_stores_what_it_completes() -> None:
+    bench = Bench(blocks=201)
+    bench.active = replace(bench.active, groups=(Group(BLOCK, window=4 * CHUNK),))
+    assert steps_of(bench, 3) == [[(0, 1)], [(1, 2)], [(2, 3)], []]
 
 
 def test_a_generated_token_counts_once_it_is_computed(bench: Bench) -> None:
@@ -111,7 +136,8 @@ def test_a_missing_head_is_stored_again_from_there_a_few_times(bench: Bench) -> 
     assert found == [(1, 4)] * 3
 
 
-def test_a_full_arena_ends_the_storing_of_that_request(bench: Bench) -> None:
+def test_a_full_arena_ends_the_storing_of_that_request(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "JOB_TOKENS", CHUNK)
     request = bench.add(Request("a", 2 * CHUNK), blocks=60)
     (job,) = bench.step(request, CHUNK)
     report(bench, job, StoreEnd.FULL)
