@@ -108,7 +108,7 @@ class Lookup:
 
 
 class PendingLookup:
-    """A lookup that was sent.  `poll` never waits; it answers with an empty Lookup when the daemon is gone or late."""
+    """A lookup that was sent.  `poll` does not wait unless told to; it answers with an empty Lookup when the daemon is gone or late."""
 
     _request_id: bytes | None = None  # until it is known what became of it
 
@@ -143,8 +143,9 @@ class PendingLookup:
         if self._request_id is None and self._result is None:
             self._result = self._miss()
 
-    def poll(self) -> Lookup | None:
-        """The answer, or None = not yet.  Raises RuntimeError in a fork."""
+    def poll(self, *, moment: bool = False) -> Lookup | None:
+        """The answer, or None = not yet.  ``moment``: wait for it, but no longer than about a millisecond.
+        Raises RuntimeError in a fork."""
         self._session.check_process()
         result = self._result
         if result is not None:
@@ -153,7 +154,10 @@ class PendingLookup:
         if attachment is None or channel is None or not attachment.alive:
             return self._give_up()
         with attachment.exchange():
-            channel.drain()
+            if moment:
+                channel.wait_a_moment()
+            else:
+                channel.drain()
         if self._result is None and time.monotonic() >= self._deadline:
             if not self._heard:
                 self._session.late(attachment, "a LOOKUP", self._deadline_s)

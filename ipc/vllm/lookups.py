@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 MAX_EARLY = 16  # lookups begun when a request arrives; more would hold references for requests deep in the queue
 GRACE_S = 0.001  # how long the first question waits for the answer, instead of costing the request a whole step
 GRACE_OF_A_STEP_S = 0.004  # ... all requests of one step together
-GRACE_PAUSE_S = 0.0001
 MANY = 1 << 30
 
 
@@ -58,6 +57,7 @@ class Active:
     readers: int = 1  # ranks that read the same shard
     null_block: int = 0  # vLLM's id for "no block"
     chunk_bytes: int = 0  # all shards
+    drops_last: bool = False  # of the chunks that are there, no hit may have the last one (draft layers)
 
     def bytes_of(self, tokens: int) -> int:
         return tokens * self.chunk_bytes // self.chunk_tokens
@@ -303,7 +303,7 @@ class Lookups:
 
     def _waits_for_load(self, state: _State, local_tokens: int, active: Active) -> bool:
         """Another request loads what this one misses first.  After a load's deadline it computes."""
-        first, windows = local_tokens // active.chunk_tokens, any(group.window for group in active.groups)
+        first, windows = local_tokens // active.chunk_tokens, not all(group.sees_all for group in active.groups)
         if not self._shares_blocks or not self._under_way.serves(state.hashes, first, state.usable, windows=windows):
             return False
         now = time.monotonic()
@@ -369,11 +369,10 @@ class Lookups:
 
     def _wait_a_moment(self, pending: Any, began: float) -> Any:
         """Its answer, or None.  An answer takes a fraction of a millisecond; a step takes many."""
-        until = began + min(GRACE_S, self._grace_s, self._patience_s)
         lookup, now = None, began
+        until = began + min(GRACE_S, self._grace_s, self._patience_s)
         while lookup is None and now < until:
-            time.sleep(GRACE_PAUSE_S)
-            lookup, now = pending.poll(), time.monotonic()
+            lookup, now = pending.poll(moment=True), time.monotonic()
         self._grace_s -= now - began
         return lookup
 
@@ -405,6 +404,8 @@ class Lookups:
     def _usable(self, state: _State, request: Request, active: Active) -> int:
         """Chunks that a hit may end with.  After a hit of all tokens the last is computed again, with its window."""
         ready = int(state.lookup.ready)
+        if active.drops_last:
+            return ready - 1
         end = ready * active.chunk_tokens
         whole = end == request.num_tokens
         return ready - 1 if whole and any(group.lacks_last(end) for group in active.groups) else ready
@@ -437,8 +438,6 @@ def _complete(table: BlockTable, active: Active, begin: int, end: int) -> bool:
         first = begin // group.block_size
         if (first + len(ids)) * group.block_size != end:
             return False
-        if any(
-            block == ABSENT and (not group.window or group.needs(first + n, end + 1)) for n, block in enumerate(ids)
-        ):
+        if any(block == ABSENT and (group.sees_all or group.needs(first + n, end + 1)) for n, block in enumerate(ids)):
             return False
     return True

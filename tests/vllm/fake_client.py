@@ -7,6 +7,7 @@ ORPHAN), PRESENT and BUSY, and counts every message, so that a test can say that
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -98,7 +99,9 @@ class FakePending:
         self.answer: FakeLookup | None = None
         self.cancelled = False
 
-    def poll(self) -> FakeLookup | None:
+    def poll(self, *, moment: bool = False) -> FakeLookup | None:
+        if moment and not self.daemon.answer_lookups:
+            time.sleep(0.001)
         if self.cancelled or not self.daemon.answer_lookups:
             return None
         if self.answer is None:
