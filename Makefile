@@ -2,12 +2,15 @@
 # make test    everything: the daemon's tests, then the vLLM connector's in an environment of its own
 # make lint    ruff, and mypy --strict on the package as installed
 # make soak    the long tests      make bench   the benchmarks      make clean   forget all of it
+# make gpu     tests and benchmark of the GPU path, on a machine with an NVIDIA GPU: docs/vllm.md says what it needs
 #
 # Each target installs what it needs and does nothing twice.  ARGS go to pytest: make test-main ARGS="-k web -x".
 
 PYTHON    ?= python3
 VENV      ?= .venv
 VLLM_VENV ?= .venv-vllm
+GPU_VENV  ?= .venv-gpu
+PIP_ARGS  ?=
 JOBS      ?= auto
 NAME      ?= default
 L1_SIZE_GB ?= 0.25
@@ -20,7 +23,7 @@ TYPED   := -p kvkeep.shm -p kvkeep.l2 -p kvkeep.ipc -p kvkeep.daemon -p kvkeep.b
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: run test test-main test-vllm soak lint bench clean
+.PHONY: run test test-main test-vllm soak lint bench gpu clean
 
 run: $(VENV)/.installed
 	@echo "Attach plain Python (another terminal, same user):"
@@ -53,8 +56,12 @@ lint: $(VENV)/.dev
 bench: $(VENV)/.installed
 	@for name in $$($(VENV)/bin/kvkeep bench); do $(VENV)/bin/kvkeep bench $$name $(ARGS) || exit 1; done
 
+gpu: $(GPU_VENV)/.installed
+	$(GPU_VENV)/bin/python -m pytest tests/gpu $(ARGS)
+	$(GPU_VENV)/bin/kvkeep bench gpu --json
+
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(GPU_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # ---- environments ----------------------------------------------------------------------------------------------------
@@ -91,5 +98,16 @@ $(VLLM_VENV)/.vllm: constraints-vllm.txt tests/vllm_requirements.py
 $(VLLM_VENV)/.installed: $(VLLM_VENV)/.vllm $(SOURCES)
 	rm -rf build
 	$(VLLM_VENV)/bin/python $(PIP) -c constraints-vllm.txt pytest pytest-timeout pytest-xdist zstandard $(BUILD)
+	rm -rf build
+	touch $@
+
+# Beside the torch, and the vLLM if there is one, of $(PYTHON), be that a system's or an environment's.
+$(GPU_VENV)/.installed: $(SOURCES)
+	test -x $(GPU_VENV)/bin/python || $(PYTHON) -m venv $(GPU_VENV)
+	$(PYTHON) -c "import site; print(*site.getsitepackages(), sep='\n')" \
+	    > $$($(GPU_VENV)/bin/python -c "import site; print(site.getsitepackages()[0])")/engine.pth
+	$(GPU_VENV)/bin/python $(PIP) $(PIP_ARGS) "setuptools>=77" wheel
+	rm -rf build
+	$(GPU_VENV)/bin/python $(PIP) $(PIP_ARGS) pytest pytest-timeout $(BUILD)
 	rm -rf build
 	touch $@

@@ -12,7 +12,10 @@ Who does what::
     scheduler.py   scheduler half: what is there, what to load, what to store, which blocks are pinned
     worker.py      worker half: hands jobs to the copy threads, reports what is done
     copies.py      the copy threads: deadlines, exactly-once completion
-    pages.py       the paged KV memory as opaque bytes
+    memory.py      the paged KV memory as opaque bytes, and how an extent is filled
+    places.py      where vLLM has put it;  devices.py: which of the two it is
+    pages.py       on the CPU: copied with numpy
+    cuda/          on a GPU: copied by it
     metadata.py    what crosses between the two halves
     stats.py       what is counted, in vLLM's log and for Prometheus
     events.py      what routers are told

@@ -10,6 +10,7 @@ Streams come from torch's pool, with the lowest priority, so that the engine's k
 from __future__ import annotations
 
 import ctypes
+import inspect
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -161,9 +162,11 @@ def _vllm_batched_copy() -> BatchedCopy | None:
     except ImportError:
         return None
 
+    named = "is_src_access_order_any" in inspect.signature(ops.swap_blocks_batch).parameters  # in 0.32
+
     def copy(targets: I64, sources: I64, sizes: I64, stable: bool, stream: int) -> None:
         arrays = [torch.from_numpy(array) for array in (sources, targets, sizes)]
-        ops.swap_blocks_batch(*arrays, is_src_access_order_any=stable)
+        ops.swap_blocks_batch(*arrays, **({"is_src_access_order_any": stable} if named else {}))
 
     return copy
 
