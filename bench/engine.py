@@ -9,8 +9,10 @@
     decode_messages              messages to the cache in a step that only decodes (pings, sent by the clock, apart)
     idle_cpu_percent             of one CPU: a served engine that nobody asks, its core in a process of its own
 
-Each engine is a process of its own with the same settings, alive all the time; one is asked at a time (engine_host.py).
-The ratio is that of the medians, ``low`` and ``high`` are the 10th and 90th percentile of the ratios of single rounds.
+Each engine is a process of its own with the same settings; one is asked at a time (engine_host.py).  How fast a process
+is depends on where its memory happens to lie (up to 20 % between equal engines), so all of them are started several
+times.  The ratio is that of the medians, ``low`` and ``high`` are the 10th and 90th percentile of the ratios of single
+rounds, ``starts`` are the ratios of the medians of each set of engines.
 A time counts only if vLLM's counters say that exactly the right tokens came from the external cache, and the answers
 are those of the engine without one; else the case is reported as failed (engine_rounds.py).
 
@@ -44,9 +46,10 @@ from kvkeep.bench.engine_process import (
     version_of,
     write_model,
 )
-from kvkeep.bench.engine_rounds import Figures, Load, rounds
+from kvkeep.bench.engine_rounds import Figures, Load, rounds, turns
 
 LOADS = (Load(512, 8, 24), Load(2048, 4, 16), Load(8192, 2, 8), Load(32768, 1, 3, warm_up=0))
+STARTS = 3  # of each engine
 QUICK = (Load(512, 2, 1),)
 WARM_UP = Load(512, 1, 1)  # of a fresh engine; its first step must not be one of a single token
 MISS_BAR, MISS_LMCACHE_BAR = "ratio <= 1.03", "ratio <= 1"
@@ -89,15 +92,21 @@ def measure(report: Report, args: argparse.Namespace) -> None:
     loads = [load for load in (QUICK if args.quick else LOADS) if report.wanted(args, *names_of(load))]
     decode = report.wanted(args, "decode_messages")
     idle = report.wanted(args, "idle_cpu_percent") and not (args.quick and not args.only)  # engines of their own
+    figures = {load: Figures(load) for load in loads}
+    starts = 1 if args.quick or not loads else STARTS
     with setup(args, report) as found:
-        if loads or decode:
-            with engines_of(found) as engines:
+        for start in range(starts if loads or decode else 0):
+            with engines_of(found, first=start) as engines:
                 for load in loads:
-                    report.note(f"{load.rounds} rounds of {load.prompts} prompts of {load.length} tokens")
-                    figures = rounds(engines, load, args.seed, found.clear, args.calm)
-                    show(report, args, figures, found.peer)
-                if decode:
+                    count = -(-load.rounds // starts)
+                    report.note(
+                        f"engines {start + 1} of {starts}: {count} x {load.prompts} prompts of {load.length} tokens"
+                    )
+                    rounds(engines, figures[load], count, args.seed, found.clear, args.calm, start)
+                if decode and start == starts - 1:
                     decode_case(report, args, engines, found.peer)
+        for load in loads:
+            show(report, args, figures[load], found.peer)
         if idle:
             with engines_of(found, own_process=True) as engines:
                 idle_case(report, args, engines)
@@ -146,11 +155,12 @@ def setup(args: argparse.Namespace, report: Report) -> Iterator[Setup]:
 
 
 @contextmanager
-def engines_of(found: Setup, *, own_process: bool = False) -> Iterator[dict[str, Engine]]:
-    """All of them, ready and warm."""
+def engines_of(found: Setup, *, own_process: bool = False, first: int = 0) -> Iterator[dict[str, Engine]]:
+    """All of them, ready and warm.  ``first``: which of them is started first."""
     with ExitStack() as stack:
         engines: dict[str, Engine] = {}
-        for who, where in found.where.items():
+        for who in turns(list(found.where), first):
+            where = found.where[who]
             where_it_runs = (found.python[who], found.folder, found.model)
             engine = Engine(who, *where_it_runs, where, own_process=own_process, patient=found.patient)
             engines[who] = stack.enter_context(engine)
@@ -160,7 +170,7 @@ def engines_of(found: Setup, *, own_process: bool = False) -> Iterator[dict[str,
             for number, engine in enumerate(engines.values()):
                 engine.tell("generate", prompt=[3 + number] * DECODE_PROMPT)
         else:
-            rounds(engines, WARM_UP, 0, found.clear)
+            rounds(engines, Figures(WARM_UP), WARM_UP.rounds, 0, found.clear)
         yield engines
 
 
@@ -202,6 +212,7 @@ def time_case(report: Report, figures: Figures, name: str, phase: str, beside: t
         low=float(low),
         high=float(high),
         **fields,
+        starts=[round(ratio, 3) for ratio in figures.ratios_of_starts(phase, KVKEEP, reference)],
         prompts=figures.load.prompts,
         rounds=figures.load.rounds,
         others_percent=float(np.median(figures.others)),

@@ -53,11 +53,12 @@ class Figures:
     def __init__(self, load: Load) -> None:
         self.load = load
         self.others: list[float] = []  # one a round
+        self._starts: list[int] = []  # likewise: of which engines
         self._asked: dict[tuple[str, str], list[dict[str, Any]]] = {}
         self._problems: dict[tuple[str, str], str] = {}
 
-    def add(self, found: Round, others: float = 0.0, *, counts: bool = True) -> None:
-        """``others``: percent of the CPUs that they used meanwhile."""
+    def add(self, found: Round, others: float = 0.0, *, counts: bool = True, start: int = 0) -> None:
+        """``others``: percent of the CPUs that they used meanwhile; ``start``: the number of the engines."""
         truth = found["miss"][NONE]["answers"]
         for phase, answers in found.items():
             for who, answer in answers.items():
@@ -67,6 +68,7 @@ class Figures:
                     self._asked.setdefault((phase, who), []).append(answer)
         if counts:
             self.others.append(others)
+            self._starts.append(start)
 
     def problem(self, phase: str, *engines: str) -> str:
         found = [f"{who}: {self._problems[phase, who]}" for who in engines if (phase, who) in self._problems]
@@ -77,6 +79,17 @@ class Figures:
             phase = "miss"  # the same work
         return np.array([answer[field] for answer in self._asked[phase, who]], np.float64)
 
+    def ratios_of_starts(self, phase: str, ours: str, theirs: str) -> list[float]:
+        """Of the medians, for each set of engines: what differs between them is the luck of a process."""
+        starts = np.array(self._starts)
+        return [
+            float(
+                np.median(self.values(phase, ours)[starts == one])
+                / np.median(self.values(phase, theirs)[starts == one])
+            )
+            for one in sorted(set(self._starts))
+        ]
+
     def connector_ms(self, phase: str, who: str, what: str = "wall_s") -> np.ndarray[Any, np.dtype[np.float64]]:
         """A request, one figure a round."""
         watched = [answer["connector"][what] for answer in self._asked[phase, who]]
@@ -84,21 +97,28 @@ class Figures:
 
 
 def rounds(
-    engines: Mapping[str, Engine], load: Load, seed: int, clear: Callable[[], None], calm: float = 100.0
-) -> Figures:
-    """``clear`` empties the caches, before each round.  ``calm``: percent of the CPUs that others may use."""
-    figures = Figures(load)
-    rng = random.Random(f"{seed}/{load.length}")
-    for number in range(load.warm_up + RETRIES * load.rounds):
+    engines: Mapping[str, Engine],
+    figures: Figures,
+    count: int,
+    seed: int,
+    clear: Callable[[], None],
+    calm: float = 100.0,
+    start: int = 0,
+) -> None:
+    """Add ``count`` rounds.  ``clear`` empties the caches, before each.  ``calm``: percent of the CPUs that others may
+    use.  ``start``: the number of these engines."""
+    load, wanted = figures.load, len(figures.others) + count
+    rng = random.Random(f"{seed}/{load.length}/{start}")
+    for number in range(load.warm_up + RETRIES * count):
         if calm < 100 and not wait_calm(calm):
             raise BenchError(f"others used more than {calm:g} % of the CPUs for a quarter of an hour: set --calm")
         clear()
         before = Used.now()
         found = one_round(engines, load, rng, number)
         others = others_since(before)
-        figures.add(found, others, counts=number >= load.warm_up and others <= calm)
-        if len(figures.others) == load.rounds:
-            return figures
+        figures.add(found, others, counts=number >= load.warm_up and others <= calm, start=start)
+        if len(figures.others) == wanted:
+            return
     raise BenchError(f"{RETRIES} of {RETRIES + 1} rounds of {load.length} tokens were disturbed by others: set --calm")
 
 

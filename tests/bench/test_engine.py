@@ -110,6 +110,18 @@ def test_a_case_is_the_ratio_of_the_medians_with_the_ratios_of_the_rounds(capsys
     assert lines["scheduler/hit/512"]["value"] == 2.0
 
 
+def test_each_set_of_engines_has_a_ratio_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    found = Figures(Load(512, 1, 3, warm_up=0))
+    one = [TRUTH[0]]
+    for start, ours, theirs in ((0, 1.0, 2.0), (0, 3.0, 4.0), (1, 3.0, 2.0)):
+        miss = {who: answer(0, s, answers=one) for who, s in ((KVKEEP, ours), (NONE, theirs), (LMCACHE, 2.0))}
+        hit = {who: answer(512, 0.5, answers=one) for who in (KVKEEP, LMCACHE)}
+        found.add({"miss": miss, "hit": hit}, start=start)
+    _, lines = shown(found, capsys)
+    assert lines["miss/512"]["starts"] == [0.667, 1.5]
+    assert lines["miss/512/lmcache"]["starts"] == [1.0, 1.5]
+
+
 def test_figures_that_say_nothing_are_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
     report, lines = shown(figures(1024, 512), capsys)
     assert report.failures == 3
