@@ -16,6 +16,7 @@ Who does what::
     places.py      where vLLM has put it;  devices.py: which of the two it is
     pages.py       on the CPU: copied with numpy
     cuda/          on a GPU: copied by it
+    leaving.py     chunks that are stored only when they are about to leave the engine
     metadata.py    what crosses between the two halves
     stats.py       what is counted, in vLLM's log and for Prometheus
     events.py      what routers are told
@@ -29,6 +30,9 @@ Who does what::
     namespace.py   registers the identity with the daemon, off the engine's thread
     options.py     the ``kvkeep.*`` keys of kv_connector_extra_config
     clients.py     how a half attaches to the daemon
+    compat.py      which vLLM this is; compat_0_31.py and so on: where versions differ
+    inert.py       what an engine gets whose vLLM is not supported
+    logs.py        what the client library has to say, in the engine's log
 """
 
 from __future__ import annotations
@@ -40,5 +44,8 @@ def register() -> None:
     """Make the name KVKeepConnector known to vLLM.  Safe to call more than once per process."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+    from kvkeep.ipc.vllm import compat
+
+    module = "inert" if compat.refusal() else "connector"
     if CONNECTOR_NAME not in KVConnectorFactory._registry:
-        KVConnectorFactory.register_connector(CONNECTOR_NAME, "kvkeep.ipc.vllm.connector", CONNECTOR_NAME)
+        KVConnectorFactory.register_connector(CONNECTOR_NAME, f"kvkeep.ipc.vllm.{module}", CONNECTOR_NAME)

@@ -1,4 +1,4 @@
-"""KVKeepConnector: what vLLM 0.32 sees.  Dispatch, and a guard around every entry point.
+"""KVKeepConnector: what vLLM sees (0.32; see compat.py for others).  Dispatch, and a guard around every entry point.
 
 vLLM makes two objects of this class, one for the scheduler and one for each worker, in one process or in several.  Each
 has its half (scheduler.py, worker.py).  An engine that we refuse has none: every answer is then a miss, and the engine
@@ -20,14 +20,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.logger import init_logger
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvkeep.ipc.extra_config import OptionError
-from kvkeep.ipc.vllm import identity, options
+from kvkeep.ipc.vllm import compat, identity, options
 from kvkeep.ipc.vllm.guard import Guard
 from kvkeep.ipc.vllm.metadata import KVKeepMetadata, KVKeepWorkerMetadata, WorkerFacts
 from kvkeep.ipc.vllm.scheduler import SchedulerHalf
-from kvkeep.ipc.vllm.stats import KVKeepProm, KVKeepStats, Tier
+from kvkeep.ipc.vllm.stats import KVKeepProm, KVKeepStats
 from kvkeep.ipc.vllm.worker import WorkerHalf
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.kvkeep")
 
 Method = TypeVar("Method", bound=Callable[..., Any])
-SOURCES = {Tier.L1: CacheHitSource.HOST, Tier.L2: CacheHitSource.DISK}
+VERSION = compat.differences()
 
 
 def guarded(default: Callable[[], Any]) -> Callable[[Method], Method]:
@@ -75,7 +74,7 @@ def nothing() -> None:
 
 
 class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    _cache_hit_source = CacheHitSource.HOST
+    _cache_hit_source = VERSION.DEFAULT_SOURCE
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -207,9 +206,10 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self.scheduler.after_alloc(request, blocks, num_external_tokens)
 
     @guarded(dict)
-    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
+    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
         found = self.scheduler.tokens_by_tier(request) if self.scheduler is not None else {}
-        return {SOURCES[tier]: tokens for tier, tokens in found.items() if tokens}
+        known = VERSION.HIT_SOURCES
+        return {known[tier]: tokens for tier, tokens in found.items() if tokens and tier in known}
 
     @guarded(KVKeepMetadata)
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:

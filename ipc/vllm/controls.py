@@ -1,8 +1,9 @@
 """What one request may say about its own caching, in ``kv_transfer_params``.
 
-    kvkeep.store   true (what the engine's options say) | false | "prompt" | "all"
-    kvkeep.load    true | false
-    kvkeep.pin_s   keep the prompt's chunks in L1 for so many seconds; needs the option kvkeep.max_pin_s
+    kvkeep.store     true (what the engine's options say) | false | "prompt" | "all"
+    kvkeep.load      true | false
+    kvkeep.pin_s     keep the prompt's chunks in L1 for so many seconds; needs the option kvkeep.max_pin_s
+    kvkeep.priority  "normal" | "low": its stores may hold half as many of the engine's blocks, and are skipped first
 
 These come from whoever sends requests, so a bad value never fails a request: it behaves as if the key was not there,
 and one log line per distinct value says what is allowed, up to a number of lines.  Keys of other connectors are left
@@ -17,8 +18,8 @@ from typing import Any, NamedTuple
 
 from kvkeep.ipc.extra_config import PREFIX
 
-STORE, LOAD, PIN = PREFIX + "store", PREFIX + "load", PREFIX + "pin_s"
-KNOWN = (STORE, LOAD, PIN)
+STORE, LOAD, PIN, PRIORITY = (PREFIX + name for name in ("store", "load", "pin_s", "priority"))
+KNOWN = (STORE, LOAD, PIN, PRIORITY)
 MAX_LINES = 64  # clients can make up any number of values
 MAX_KEYS = 16  # a dictionary with more is not searched for unknown keys
 SHOWN_CHARACTERS = 80
@@ -36,6 +37,7 @@ class Control(NamedTuple):
     store: Scope
     load: bool
     pin_s: float  # 0 = do not pin
+    low: bool = False  # priority
 
 
 _SCOPES = {False: Scope.NONE, "prompt": Scope.PROMPT, "all": Scope.ALL}
@@ -56,9 +58,14 @@ class Controls:
             return self._default
         if len(params) <= MAX_KEYS:
             self._tell_unknown(params)
-        if STORE not in params and LOAD not in params and PIN not in params:
+        if not any(key in params for key in KNOWN):
             return self._default
-        return Control(self._store(params.get(STORE)), self._load(params.get(LOAD)), self._pin_s(params.get(PIN)))
+        return Control(
+            self._store(params.get(STORE)),
+            self._load(params.get(LOAD)),
+            self._pin_s(params.get(PIN)),
+            self._low(params.get(PRIORITY)),
+        )
 
     # ---- inside ------------------------------------------------------------------------------------------------------
 
@@ -75,6 +82,12 @@ class Controls:
             return value is not False
         self._tell(f"{LOAD} is {_shown(value)}: it may be true or false")
         return True
+
+    def _low(self, value: object) -> bool:
+        if value is None or (isinstance(value, str) and value in ("normal", "low")):
+            return value == "low"
+        self._tell(f"{PRIORITY} is {_shown(value)}: it may be 'normal' or 'low'")
+        return False
 
     def _pin_s(self, value: object) -> float:
         if value is None:

@@ -29,8 +29,14 @@ SPECS = (
     "FullAttentionSpec",
     "MLAAttentionSpec",
     "SlidingWindowSpec",
+    "ChunkedLocalAttentionSpec",
 )  # exact types: a subclass may store something else
+PAGE_DTYPES = (  # of the KV cache, for which a page says all.  (Scales per token and head lie beside their values.)
+    *("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla"),
+    *("fp8_per_token_head", "int8_per_token_head", "int4_per_token_head"),
+)
 SPECULATION_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix")
+SPECULATION_WITH_KV = ("eagle", "eagle3", "mtp", "draft_model")  # whose layers are in the model's KV cache groups
 
 
 def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
@@ -63,18 +69,29 @@ def _refused_hashing(config: VllmConfig) -> str:
 def _refused_model(config: VllmConfig) -> str:
     if getattr(config.cache_config, "calculate_kv_scales", False):
         return "calculate_kv_scales is on: KV scales computed at run time are not part of what is stored; turn it off"
+    if str(config.cache_config.cache_dtype) not in PAGE_DTYPES:
+        return (
+            f"kv_cache_dtype is {config.cache_config.cache_dtype}: this version does not know where its scales lie; it "
+            f"supports {', '.join(PAGE_DTYPES)}"
+        )
     speculation = config.speculative_config
-    if speculation is not None and speculation.method not in SPECULATION_WITHOUT_KV:
-        return f"speculative decoding with {speculation.method} has draft layers, which this version does not store"
+    known = (*SPECULATION_WITHOUT_KV, *SPECULATION_WITH_KV)
+    if speculation is not None and speculation.method not in known:
+        return f"speculative decoding with {speculation.method}: this version supports {', '.join(known)}"
     return ""
 
 
 def _refused_groups(config: KVCacheConfig) -> str:
     for group in config.kv_cache_groups:
         kind = type(group.kv_cache_spec).__name__
+        if kind == "MambaSpec":
+            return (
+                f"layer {group.layer_names[0]} has recurrent state (MambaSpec), which vLLM keeps only where one of its "
+                "steps ended: this version stores attention layers only"
+            )
         if kind not in SPECS:
             return f"layer {group.layer_names[0]} has a {kind}: this version supports {', '.join(SPECS)}"
-        if not group.enable_kv_transfer or group.host_resident or group.is_eagle_group:
+        if not group.enable_kv_transfer or group.host_resident:
             return f"the KV cache group of layer {group.layer_names[0]} does not take part in external transfer"
     if config.kv_cache_layout not in COMPACT_LAYOUTS:
         return f"KV cache layout {config.kv_cache_layout} is unknown: set VLLM_KV_CACHE_LAYOUT to LBHNC"
@@ -119,10 +136,11 @@ def manifest(
             "dtype": str(model.dtype),
             "quantization": str(model.quantization),
             "model_config": _digest(_model_config(vllm_config)),
-            "hash_block_size": kv_cache_config.hash_block_size or smallest,
+            "hash_block_size": getattr(kv_cache_config, "hash_block_size", None) or smallest,
             "layout": str(kv_cache_config.kv_cache_layout),
             "groups": [_group(group) for group in groups],
             "rank_replicas": kv_cache_config.kv_tp_replicas,
+            **_draft(vllm_config),
             "memory": layout,
             "epoch": epoch,
         },
@@ -150,14 +168,44 @@ def _hash_seed(algorithm: str) -> str:
 
 def _model_config(config: VllmConfig) -> str:
     """The model's own configuration after overrides (rope and all), and what else changes the values of KV."""
-    hf_config: Any = config.model_config.hf_config
-    tree = dict(hf_config.to_dict())
-    for key in ("_name_or_path", "transformers_version", "torch_dtype", "dtype"):
-        tree.pop(key, None)
+    tree = _plain(config.model_config.hf_config)
     rope = json.dumps([tree.get("rope_scaling"), tree.get("rope_parameters")], sort_keys=True, default=str)
     if any(kind in rope for kind in ("longrope", "dynamic", "yarn", "su")):
         tree["kvkeep.max_model_len"] = config.model_config.max_model_len  # some rotary embeddings depend on it
     return json.dumps(tree, sort_keys=True, default=str)
+
+
+def _plain(hf_config: Any) -> dict[str, object]:
+    tree = dict(hf_config.to_dict())
+    for key in ("_name_or_path", "transformers_version", "torch_dtype", "dtype"):
+        tree.pop(key, None)
+    return tree
+
+
+def drops_last_chunk(config: VllmConfig) -> bool:
+    """Whether the KV of draft layers for the last tokens of a hit may be that of another continuation: they see tokens
+    and hidden states beyond their own position, and so the blocks' hashes.  vLLM's prefix cache drops a block then."""
+    speculation = config.speculative_config
+    return speculation is not None and bool(speculation.use_eagle_block_drop())
+
+
+def _draft(config: VllmConfig) -> dict[str, object]:
+    """Draft layers have weights of their own.  Nothing, where there are none: manifests stay as they were."""
+    speculation = config.speculative_config
+    if speculation is None or speculation.method not in SPECULATION_WITH_KV:
+        return {}
+    draft = speculation.draft_model_config
+    load_format = str(config.load_config.load_format)
+    return {
+        "draft": {
+            "method": str(speculation.method),
+            "model": str(draft.model),
+            "fingerprint": fingerprint.weights(str(draft.model), draft.revision, load_format, int(draft.seed or 0)),
+            "dtype": str(draft.dtype),
+            "quantization": str(draft.quantization),
+            "model_config": _digest(json.dumps(_plain(draft.hf_config), sort_keys=True, default=str)),
+        }
+    }
 
 
 def _digest(text: str) -> str:

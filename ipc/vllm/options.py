@@ -9,6 +9,7 @@ from kvkeep.ipc.extra_config import PREFIX, OptionError
 from kvkeep.ipc.extra_config import parse as parse_keys
 
 MIN_HIT, LEARNED = PREFIX + "min_hit", "learned"
+COMPLETE, LEAVING = "complete", "leaving"  # when a chunk is stored: at once, or when the engine is about to forget it
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,7 @@ class Options:
     run_dir: str = ""  # of the daemon; "" = $KVKEEP_RUN_DIR, or from $KVKEEP_NAME
     chunk_tokens: int = 0  # 0 = the daemon's default
     store_generated: bool = False
+    store_when: str = COMPLETE  # or LEAVING
     min_hit: int | str = LEARNED  # tokens; smaller hits are computed
     lookup_deadline_ms: float = 100.0
     l2_wait_ms: float = 1000.0  # on top of it, when the daemon has L2
@@ -50,4 +52,7 @@ def parse(extra: Mapping[str, object]) -> Options:
         defaults["min_hit"] = 0
     else:
         raise OptionError(f"{MIN_HIT} is {min_hit!r}: it must be {LEARNED!r} or a number of tokens")
-    return Options(**parse_keys(defaults, _RANGES, extra, "kv_connector_extra_config"))
+    options = Options(**parse_keys(defaults, _RANGES, extra, "kv_connector_extra_config"))
+    if options.store_when not in (COMPLETE, LEAVING):
+        raise OptionError(f"{PREFIX}store_when is {options.store_when!r}: it must be {COMPLETE!r} or {LEAVING!r}")
+    return options

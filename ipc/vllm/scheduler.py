@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvkeep.ipc.vllm import clients, events, fingerprint, identity
+from kvkeep.ipc.vllm import clients, compat, events, fingerprint, identity
 from kvkeep.ipc.vllm.adapters import Adapters, Keys, settings_text
 from kvkeep.ipc.vllm.controls import Controls
 from kvkeep.ipc.vllm.groups import alignment, groups_of
@@ -68,7 +68,7 @@ class SchedulerHalf:
         self._groups = groups_of(kv_cache_config)
         self._ranks = Ranks.of(vllm_config, kv_cache_config)
         self._drops_last = identity.drops_last_chunk(vllm_config)
-        self._hash_block_size: int = kv_cache_config.hash_block_size or self._groups[0].block_size
+        self._hash_block_size: int = compat.differences().hash_block_size(vllm_config, kv_cache_config)
         self._pool: Any = None
         self._blocks_of: BlocksOf | None = None
         self._facts: WorkerFacts | None = None

@@ -224,20 +224,28 @@ class Stores:
         assert self._leaving is not None
         self._tally.add("chunks_skipped_window", self._leaving.take_lost())
         jobs: list[StoreJob] = []
-        for kept in self._leaving.about_to_leave():
-            if kept.stage is not Stage.WAITS or kept.generation != active.generation:
-                continue  # a job of this step has it, or it is of before a reset
-            try:
-                job = self._late_job(kept, active)
-            except Exception as error:
-                self._guard.note("store_job", error)
-                kept.stage = Stage.STORED  # as far as we care
-                continue
-            if job is not None:
-                jobs.append(job)
-                if kept.request is not None:
-                    self._plan_event(job, kept.request, active)
+        made = True
+        while made:  # what is pinned is not in the queue any more, so others are about to leave in its place
+            made = False
+            for kept in self._leaving.about_to_leave():
+                job = self._late_job_or_none(kept, active)
+                if job is not None:
+                    jobs.append(job)
+                    made = True
         return jobs
+
+    def _late_job_or_none(self, kept: Kept, active: Active) -> StoreJob | None:
+        if kept.stage is not Stage.WAITS or kept.generation != active.generation:
+            return None  # a job of this step has it, or it is of before a reset
+        try:
+            job = self._late_job(kept, active)
+        except Exception as error:
+            self._guard.note("store_job", error)
+            kept.stage = Stage.LOST
+            return None
+        if job is not None and kept.request is not None:
+            self._plan_event(job, kept.request, active)
+        return job
 
     def _late_job(self, tail: Kept, active: Active) -> StoreJob | None:
         """Store what is missing up to this chunk, from the first on."""

@@ -41,7 +41,7 @@ class WorkerHalf:
         self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
         self._options, self._guard = options, guard
         groups = groups_of(kv_cache_config)
-        self._all_or_nothing = len(groups) > 1 or any(group.window for group in groups)
+        self._all_or_nothing = len(groups) > 1 or not groups[0].sees_all
         self._rank = Rank()
         self._client: Any = None
         self._facts: WorkerFacts | None = None

@@ -13,6 +13,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from kvkeep.ipc.vllm.controls import Scope
 from kvkeep.ipc.vllm.groups import Group
 from kvkeep.ipc.vllm.guard import Guard
+from kvkeep.ipc.vllm.leaving import Leaving
 from kvkeep.ipc.vllm.lookups import Active, Lookups
 from kvkeep.ipc.vllm.options import Options
 from kvkeep.ipc.vllm.stats import Tally
@@ -50,8 +51,16 @@ class Bench:
     """Both parts of the scheduler half, a real block pool, and a daemon in this process."""
 
     def __init__(
-        self, blocks: int = 101, *, events: Any = None, keys: Any = None, pace: Any = None, **options: Any
+        self,
+        blocks: int = 101,
+        *,
+        events: Any = None,
+        keys: Any = None,
+        pace: Any = None,
+        near: int = 0,
+        **options: Any,
     ) -> None:
+        """``near``: store what is about to leave; so many blocks are."""
         self.daemon = FakeDaemon()
         self.client = FakeClient(self.daemon)
         self.guard = Guard(print)
@@ -61,7 +70,8 @@ class Bench:
         chosen = Options(**options)
         common: Any = {"events": events, "keys": keys}
         self.lookups = Lookups(self.client, chosen, self.guard, self.tally, pace=pace, **common)
-        self.stores = Stores(self.pool, chosen, self.lookups, self.guard, self.tally, **common)
+        self.leaving = Leaving(self.pool, near) if near else None
+        self.stores = Stores(self.pool, chosen, self.lookups, self.guard, self.tally, leaving=self.leaving, **common)
         self.active = self.register(0)
         self.tables: dict[str, list[Any]] = {}
 

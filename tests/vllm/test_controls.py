@@ -36,6 +36,8 @@ def test_what_a_request_may_say() -> None:
     assert generated.of({"kvkeep.store": "prompt"}).store is Scope.PROMPT
     assert generated.of({"kvkeep.store": True}).store is Scope.ALL
     assert plain.of({"kvkeep.load": False}) == Control(Scope.PROMPT, False, 0.0)
+    assert plain.of({"kvkeep.priority": "low"}) == DEFAULT._replace(low=True)
+    assert plain.of({"kvkeep.priority": "normal"}) == DEFAULT
     assert plain.of({"kvkeep.load": True, "kvkeep.store": None}) == DEFAULT
     assert log == []
 
@@ -53,7 +55,10 @@ BAD: list[tuple[Any, str]] = [
     ({"kvkeep.pin_s": float("nan")}, "kvkeep.pin_s is nan"),
     ({"kvkeep.pin_s": float("inf")}, "kvkeep.pin_s is inf"),
     ({"kvkeep.pin_s": -1}, "kvkeep.pin_s is -1"),
-    ({"kvkeep.priority": 3}, "there is no 'kvkeep.priority': the keys are kvkeep.store, kvkeep.load, kvkeep.pin_s"),
+    (
+        {"kvkeep.prio": 3},
+        "there is no 'kvkeep.prio': the keys are kvkeep.store, kvkeep.load, kvkeep.pin_s, kvkeep.priority",
+    ),
     ([1, 2], "kv_transfer_params is a list of 2: it must be a dictionary"),
     ("x", "kv_transfer_params is 'x'"),
 ]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
 from kvkeep.ipc.keys import canonical
 from kvkeep.ipc.vllm import fingerprint, identity
@@ -148,23 +148,22 @@ def test_the_longest_context_matters_where_rotary_embeddings_depend_on_it(tmp_pa
         assert (digest(config, kv) != before) is matters
 
 
-def chunked(config: Any, kv: Any) -> None:
-    other = ChunkedLocalAttentionSpec(
-        block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32, attention_chunk_size=128
-    )
+def recurrent(config: Any, kv: Any) -> None:
+    other = MambaSpec(block_size=32, shapes=((3, 8),), dtypes=(torch.float32,), mamba_cache_mode="align")
     kv.kv_cache_groups.append(SimpleNamespace(kv_cache_spec=other, layer_names=["l.3"]))
 
 
 REFUSALS: dict[str, Callable[[Any, Any], None]] = {
-    "has a ChunkedLocalAttentionSpec": chunked,
+    "has recurrent state (MambaSpec)": recurrent,
     "on 2 nodes": lambda c, k: setattr(c.parallel_config, "nnodes_within_dp", 2),
     "pipeline_parallel_size is 2": lambda c, k: setattr(c.parallel_config, "pipeline_parallel_size", 2),
     "decode_context_parallel_size is 2": lambda c, k: setattr(c.parallel_config, "decode_context_parallel_size", 2),
     "whose seed is random": lambda c, k: setattr(c.cache_config, "prefix_caching_hash_algo", "xxhash"),
     "calculate_kv_scales": lambda c, k: setattr(c.cache_config, "calculate_kv_scales", True),
+    "kv_cache_dtype is nvfp4": lambda c, k: setattr(c.cache_config, "cache_dtype", "nvfp4"),
     "layout LHBNC is unknown": lambda c, k: setattr(k, "kv_cache_layout", "LHBNC"),
     "layout None is unknown": lambda c, k: setattr(k, "kv_cache_layout", None),
-    "speculative decoding with eagle": lambda c, k: setattr(c, "speculative_config", SimpleNamespace(method="eagle")),
+    "speculative decoding with dflash": lambda c, k: setattr(c, "speculative_config", SimpleNamespace(method="dflash")),
     "external transfer": lambda c, k: setattr(k.kv_cache_groups[0], "enable_kv_transfer", False),
 }
 
@@ -180,6 +179,34 @@ def test_what_this_version_does_not_cache_is_refused_in_one_sentence(
     sentence = identity.refusal(config, kv)
     assert words in sentence
     assert "\n" not in sentence
+
+
+@pytest.mark.parametrize("dtype", identity.PAGE_DTYPES)
+def test_scales_that_lie_in_the_pages_are_stored_with_them(tmp_path: Path, dtype: str) -> None:
+    config, kv = engine(tmp_path)
+    config.cache_config.cache_dtype = dtype
+    assert identity.refusal(config, kv) == ""
+
+
+def test_a_draft_model_and_its_weights_are_part_of_it(tmp_path: Path) -> None:
+    target, draft = tmp_path / "target", tmp_path / "draft"
+    for folder in (target, draft):
+        folder.mkdir()
+        write_weights(folder)
+    config, kv = engine(target)
+    found = {digest(config, kv)}
+    config.speculative_config = SimpleNamespace(method="ngram", draft_model_config=None)
+    assert digest(config, kv) in found
+    config.speculative_config = SimpleNamespace(
+        method="draft_model", draft_model_config=engine(draft)[0].model_config, use_eagle_block_drop=lambda: False
+    )
+    assert identity.refusal(config, kv) == ""
+    found.add(digest(config, kv))
+    write_weights(draft, value=2)
+    found.add(digest(config, kv))
+    config.speculative_config.method = "eagle"
+    found.add(digest(config, kv))
+    assert len(found) == 4
 
 
 def test_xxhash_with_a_common_seed_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from kvkeep.ipc.client import Client
 from tests.conftest import Daemon, unique_name
-from tests.vllm import tiny_model
+from tests.vllm import tiny_families, tiny_model
 from tests.vllm.engines import Engine
 from tests.vllm.helpers import (
     BFLOAT16_TOLERANCE,
@@ -41,11 +41,14 @@ class Family:
     engine: dict[str, Any] = field(default_factory=dict)
     ranks: int = 1
     short: bool = False  # a prompt of whole chunks is served one less: see lacks_last
+    piece: int = 0  # so is one of whole pieces of chunked local attention
     tolerance: float = LOGPROB_TOLERANCE
 
     def served(self, length: int) -> int:
         """Tokens of a prompt of this length, all of which was stored."""
-        return (length // CHUNK - (self.short and length % CHUNK == 0 and length > CHUNK)) * CHUNK
+        less = self.short and length % CHUNK == 0 and length > CHUNK
+        less = less or (bool(self.piece) and length % self.piece == 0)
+        return (length // CHUNK - less) * CHUNK
 
     def assert_same(self, got: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
         assert_same_outputs(got, wanted, self.tolerance)
@@ -55,6 +58,7 @@ FAMILIES: dict[str, Family] = {
     "gemma3": Family(tiny_model.gemma3),
     "gemma3, a window that is no multiple of a block": Family(lambda f: tiny_model.gemma3(f, window=97), short=True),
     "gemma3, a window longer than most prompts": Family(lambda f: tiny_model.gemma3(f, window=512)),
+    "llama4, pieces of two chunks": Family(lambda f: tiny_families.llama4(f, piece=2 * CHUNK), piece=2 * CHUNK),
     "mla": Family(tiny_model.mla, engine=BFLOAT16, tolerance=BFLOAT16_TOLERANCE),
     "fp8": Family(tiny_model.build, engine={"kv_cache_dtype": "fp8"}),
     "two ranks": Family(tiny_model.build, ranks=2),
