@@ -12,7 +12,7 @@ A request's lookup, once per attempt (an attempt ends with a preemption)::
   our death.  Dropping the object gives them back in the background; `release` would wait for the daemon.
 * A load has ended when all ranks have reported it, and is right if it is in all of them.
 * A hit that would take longer to load than to compute is none (pace.py), and what another request of this engine is
-  loading is waited for, not loaded again (underway.py); who waited in vain, until a load's deadline, computes.
+  loading is waited for, not loaded again (underway.py); who waited in vain, as long as computing takes, computes.
 """
 
 from __future__ import annotations
@@ -302,13 +302,15 @@ class Lookups:
         return state.verdict[1]
 
     def _waits_for_load(self, state: _State, local_tokens: int, active: Active) -> bool:
-        """Another request loads what this one misses first.  After a load's deadline it computes."""
+        """Another request loads what this one misses first.  After as long as computing takes, or a load's deadline, it
+        computes."""
         first, windows = local_tokens // active.chunk_tokens, not all(group.sees_all for group in active.groups)
         if not self._shares_blocks or not self._under_way.serves(state.hashes, first, state.usable, windows=windows):
             return False
         now = time.monotonic()
         if state.shared_until == 0.0:
-            state.shared_until = now + self._transfer_s
+            compute_s = self._pace.compute_s(state.usable * active.chunk_tokens - local_tokens, local_tokens)
+            state.shared_until = now + min(self._transfer_s, self._transfer_s if compute_s is None else compute_s)
             self._tally.add("loads_waited_for")
         if now < state.shared_until:
             return True

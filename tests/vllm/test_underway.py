@@ -11,6 +11,7 @@ from kvkeep.ipc.vllm import lookups
 from kvkeep.ipc.vllm.groups import Group
 from kvkeep.ipc.vllm.lookups import Active
 from kvkeep.ipc.vllm.metadata import LoadFailure, LoadReport
+from kvkeep.ipc.vllm.pace import ENOUGH, Pace
 from tests.vllm.bench import BLOCK, CHUNK, SHARD_BYTES, Bench, Request
 
 DEADLINE_S = 5.0
@@ -119,6 +120,24 @@ def test_a_load_that_hangs_holds_the_second_up_for_its_deadline_and_no_longer(be
     gc.collect()
     assert bench.daemon.references() == 0
     assert bench.lookups.held() == 0
+
+
+def test_where_computing_is_known_to_be_faster_nobody_waits_longer_than_that(clock: Clock) -> None:
+    pace = Pace(clock=clock.monotonic)
+    for _ in range(ENOUGH):
+        number = pace.step_began([(1000, 0)])
+        clock.now += 0.1
+        pace.step_ended(number)
+    bench = Bench(transfer_deadline_s=DEADLINE_S, pace=pace)
+    _, two = first_of(bench, "one", "two")
+    seconds = pace.compute_s(4 * CHUNK)
+    assert seconds is not None
+    assert seconds < DEADLINE_S / 10
+    assert ask(bench, two) is None
+    clock.now += seconds * 0.9
+    assert ask(bench, two) is None
+    clock.now += seconds * 0.2
+    assert ask(bench, two) == 0
 
 
 @pytest.mark.parametrize("reported", [True, False])
