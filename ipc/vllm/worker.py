@@ -63,12 +63,12 @@ class WorkerHalf:
         except UnknownLayout as sentence:
             self._facts = WorkerFacts(str(sentence), (), {})
             return
+        self._memory = memory
         layout = {"groups": memory.describe(), **identity.describe_platform(self._vllm_config, list(kv_caches))}
         self._facts = WorkerFacts("", memory.block_bytes, layout)
         self._rank = Rank.of_this_process(self._vllm_config, self._kv_cache_config)
         self._client = clients.attach(self._options, f"vllm worker {self._rank.rank}")
         clients.wait(self._client, START_WAIT_S)
-        self._memory = memory
         memory.use(self._client)
         self.copies = CopyThreads(
             self._client,

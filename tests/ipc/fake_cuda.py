@@ -93,6 +93,7 @@ class FakeDriver:
         self.submitted = self.moved = 0  # copies
         self.fail_copy: Exception | None = None
         self.fail_fence: Exception | None = None
+        self.fail_unregister: Exception | None = None
         self.fail_register_after = 1 << 30  # pieces
         self.register_gate = threading.Event()
         self.register_gate.set()
@@ -136,6 +137,8 @@ class FakeDriver:
 
     def unregister(self, address: int) -> None:
         with self.lock:
+            if self.fail_unregister is not None:
+                raise self.fail_unregister
             if self.registered.pop(address, None) is None:
                 raise CudaError("cudaHostUnregister failed with code 713 (not mapped)")
             self.calls.append("unregister")

@@ -83,23 +83,61 @@ def test_a_piece_that_cannot_be_pinned_costs_one_line_and_speed(model: Model) ->
     assert model.memory.problem == ""
 
 
+def test_trouble_with_pinning_does_not_stop_the_copies(model: Model) -> None:
+    class Odd(FakeArena):
+        def reserved(self) -> int:
+            raise OSError("stale file handle")
+
+    arena = Odd(PIECE)
+    model.client.watch(arena)
+    eventually(lambda: model.warnings)
+    assert "stale file handle" in model.warnings[0]
+    time.sleep(0.02)
+    load(model, arena)  # its guard is not revoked
+
+
+def test_what_cannot_be_unpinned_is_not_unmapped(model: Model) -> None:
+    arena = FakeArena(PIECE)
+    mapped = weakref.ref(arena.data)
+    model.client.watch(arena)
+    eventually(lambda: pinned(model))
+    model.driver.fail_unregister = CudaError("cudaHostUnregister failed with code 700")
+    model.client.watch(None)
+    del arena
+    eventually(lambda: model.warnings)
+    model.memory.close()
+    assert mapped() is not None
+    pins._stuck.clear()
+    model.driver.registered.clear()
+
+
 def test_a_thread_that_cannot_reach_the_gpu_pins_nothing_and_ends(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    gate = threading.Event()
+
     def fails() -> None:
+        assert gate.wait(10)
         raise CudaError("no device")
 
     monkeypatch.setattr(model.driver, "enter_thread", fails)
     pinner = pins.Pinner(model.driver, model.warnings.append)
+    arena, gone = FakeArena(PIECE), []
+    pinner.watch(arena)
+    weakref.finalize(arena.data, gone.append, True)
+    gate.set()
     eventually(lambda: model.warnings)
     assert model.warnings == ["nothing of the arena is pinned, so copies are slower: no device"]
-    arena = FakeArena(PIECE)
-    gone = weakref.ref(arena.data)
-    pinner.watch(arena)
     assert pinner.levels() == Levels(0, PIECE)
+    time.sleep(0.02)
+    assert not arena.guard.revoked, "copies go on"
+    another = FakeArena(PIECE)
+    pinner.watch(another)
     del arena
+    eventually(lambda: gone)  # it keeps no mapping that it does not pin
     pinner.close()
-    assert gone() is None, "it keeps a mapping that it does not pin"
+    assert not another.guard.revoked
+    assert model.driver.calls == []
 
 
 def test_closing_while_a_piece_is_being_pinned_leaves_nothing_pinned(model: Model) -> None:

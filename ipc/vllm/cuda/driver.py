@@ -159,7 +159,7 @@ def _vllm_batched_copy() -> BatchedCopy | None:
 
         if not hasattr(torch.ops._C_cache_ops, "swap_blocks_batch"):
             return None
-    except ImportError:
+    except Exception:  # not installed, or built for other libraries
         return None
 
     named = "is_src_access_order_any" in inspect.signature(ops.swap_blocks_batch).parameters  # in 0.32

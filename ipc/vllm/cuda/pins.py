@@ -28,6 +28,8 @@ IDLE_POLL_S = 0.02
 CLOSE_S = 1.0
 GIB = 1 << 30
 
+_stuck: list[Registration] = []  # what could not be unpinned is never unmapped
+
 
 class Registration:
     """The data segment of one attachment.  `run` belongs to the pin thread; `covers` may be asked by any thread that
@@ -58,9 +60,13 @@ class Registration:
             return
         try:
             self._pin()
-            self._over.wait()
-        finally:
-            self._unpin()
+        except Exception as error:
+            self._warn(
+                f"{self.pinned_bytes / GIB:.1f} of {self.data.nbytes / GIB:.1f} GiB of the arena are pinned, the rest "
+                f"is copied more slowly: {error}; a limit on locked memory may be the reason"
+            )
+        self._over.wait()  # whatever happened: copies go on as long as the attachment does
+        self._unpin()
 
     def _pin(self) -> None:
         for piece in range(len(self._pinned)):
@@ -70,20 +76,15 @@ class Registration:
                     return
             if self._over.is_set():
                 return
-            try:
-                self._driver.register(self.address + start, size)
-            except Exception as error:
-                self._warn(
-                    f"{self.pinned_bytes / GIB:.1f} of {self.data.nbytes / GIB:.1f} GiB of the arena are pinned, the "
-                    f"rest is copied more slowly: {error}; a limit on locked memory may be the reason"
-                )
-                return
+            self._driver.register(self.address + start, size)
             self.pinned_bytes += size
             self._pinned[piece] = 1
 
     def _unpin(self) -> None:
+        if not self.pinned_bytes:
+            return
         self._guard.revoke()  # it is, unless we are closed before the client's thread came to it
-        while self.pinned_bytes and self._guard.running:
+        while self._guard.running:
             time.sleep(IDLE_POLL_S)
         for piece, pinned in enumerate(self._pinned):
             if pinned:
@@ -91,9 +92,9 @@ class Registration:
                 self._pinned[piece] = 0
                 try:
                     self._driver.unregister(self.address + start)
-                except Exception as error:  # the context is gone, and with it all that it had pinned
-                    self._warn(f"the arena could not be unpinned: {error}")
-                self.pinned_bytes -= size
+                    self.pinned_bytes -= size
+                except Exception as error:
+                    self._warn(f"a part of the arena stays pinned and mapped: {error}")
 
     def _extent(self, piece: int) -> tuple[int, int]:
         start = piece * PIECE_BYTES
@@ -156,9 +157,8 @@ class Pinner:
             self._end()
         while (registration := self._queue.get()) is not None:
             self._current = registration
-            try:
-                registration.run()
-            except Exception as error:
-                self._warn(f"pinning ended: {type(error).__name__}: {error}")
+            registration.run()
             self._current = None
+            if registration.pinned_bytes:
+                _stuck.append(registration)
             del registration  # and with it the mapping
