@@ -55,6 +55,8 @@ COUNTERS = (
     "given_back",
 )  # fmt: skip
 _TRANSIENT = ("limit", "stopping", "internal")
+MAX_TOLD = 64
+_told: dict[tuple[str, str], object] = {}  # daemon and why there is no cache: one line a process, whatever its clients
 _OVER = (m.ErrorCode.UNKNOWN_LEASE.value, m.ErrorCode.STALE_EPOCH.value)
 
 
@@ -224,13 +226,13 @@ class Session:
         backoff, previous, complained, lost_at = BACKOFF_S[0], 0, "", 0.0
         while not self.closing:
             attachment: Attachment | None = None
-            pause = backoff
+            pause, for_good = backoff, False
             try:
                 attachment = open_attachment(self.options, previous)
             except AttachRefused as error:
                 self.last_error = str(error)
                 if error.code not in _TRANSIENT:
-                    pause = REFUSED_BACKOFF_S
+                    pause, for_good = REFUSED_BACKOFF_S, True
                     self._tell_refused(error)
             except (OSError, ArenaError, ValueError) as error:
                 self.last_error = str(error) or type(error).__name__
@@ -239,9 +241,10 @@ class Session:
                 self.last_error = repr(error)
             if attachment is None:
                 self.counters["attach_failures"] += 1
-                if backoff >= BACKOFF_S[1] and complained != self.last_error:
+                if not for_good and backoff >= BACKOFF_S[1] and complained != self.last_error:
                     complained = self.last_error
-                    log.warning("no KV cache: cannot attach to %s: %s", self.where(), complained)
+                    if self._is_news(complained):
+                        log.warning("no KV cache: cannot attach to %s: %s", self.where(), complained)
             else:
                 previous, complained, began = attachment.welcome.lease_id, "", time.monotonic()
                 try:
@@ -264,9 +267,16 @@ class Session:
             return str(self.options.run_dir)
 
     def _tell_refused(self, error: AttachRefused) -> None:
-        if self.refused is None or self.refused.message != error.message:
+        known, self.refused = self.refused, error
+        if (known is None or known.message != error.message) and self._is_news(error.message):
             log.error("no KV cache: the daemon at %s refused this client: %s", self.where(), error)
-        self.refused = error
+
+    def _is_news(self, why: str) -> bool:
+        """No other client of this process has said so.  No lock: a fork might leave it locked."""
+        if len(_told) >= MAX_TOLD:
+            _told.clear()
+        me = object()
+        return _told.setdefault((self.where(), why), me) is me
 
     def _serve(self, attachment: Attachment) -> None:
         """Until the attachment ends or the client closes."""
@@ -333,6 +343,7 @@ class Session:
                 if not todo and attachment.alive:
                     self._published = attachment
                     self.refused = None
+                    _told.clear()  # what comes after this is news
                     return True
             if not attachment.alive:
                 return False

@@ -28,11 +28,12 @@ class Daemon:
     def __init__(self, run_dir: Path, name: str, *flags: str, l1_mib: float = 64) -> None:
         self.run_dir, self.name = run_dir, name
         self.flags = [f"--l1-size-gb={l1_mib / 1024}", *flags]
+        self.program = ["-m", "kvkeep.daemon.main"]
         self.log = run_dir.with_suffix(".log")
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, *more: str, wait: bool = True) -> Daemon:
-        command = [sys.executable, "-m", "kvkeep.daemon.main", "--name", self.name, "--run-dir", str(self.run_dir)]
+        command = [sys.executable, *self.program, "--name", self.name, "--run-dir", str(self.run_dir)]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("KVKEEP_")}
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(

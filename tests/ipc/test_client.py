@@ -399,6 +399,26 @@ def test_a_refusal_is_logged_once_by_a_client_that_does_not_wait(
         eventually(lambda: kv.attached)
 
 
+def test_a_refusal_is_one_line_however_many_clients_a_process_has_and_news_after_an_attach(
+    fake: FakeDaemon, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after the daemon was refused so often that the pause has grown."""
+    monkeypatch.setattr("kvkeep.ipc.client_session.REFUSED_BACKOFF_S", 0.01)
+    monkeypatch.setattr("kvkeep.ipc.client_session.BACKOFF_S", (0.01, 0.02))
+
+    def told() -> int:
+        return sum("upgrade the client" in record.message for record in caplog.records)
+
+    for times in (1, 2):
+        fake.refuse = m.Refused("version", "upgrade the client")
+        with Client.attach(fake.run_dir, wait=False) as one, Client.attach(fake.run_dir, wait=False) as other:
+            seen = len(fake.hellos)
+            eventually(lambda: len(fake.hellos) > seen + 12)  # noqa: B023
+            assert told() == times
+            fake.refuse = None
+            eventually(lambda: one.attached and other.attached)
+
+
 def test_the_environment_says_where(fake: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVKEEP_RUN_DIR", str(fake.run_dir))
     with Client.attach() as kv:

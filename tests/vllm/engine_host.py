@@ -68,6 +68,8 @@ class Host:
                 clients.attach = self.daemon.attach
             self.faults = faults.Faults(clients.attach)
             clients.attach = self.faults.attach
+            if "skew" in settings:
+                self.speak(**settings["skew"])
         from vllm import LLM
 
         self.ranks = settings.get("engine", {}).get("tensor_parallel_size", 1)
@@ -243,6 +245,13 @@ class Host:
         for name, value in settings.items():
             target = self.faults if hasattr(self.faults, name) else self.daemon
             setattr(target, name, value)
+        return True
+
+    def speak(self, **versions: Any) -> bool:
+        """See skew.client."""
+        import skew
+
+        skew.client(**versions)
         return True
 
     def preemptions(self) -> int:

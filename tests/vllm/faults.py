@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
@@ -25,9 +27,28 @@ class Faults:
         self.slow_stores_s = 0.0  # between reservation and copy
         self.refuse_when = ""  # while this file exists, rank 1 opens no read: reaches ranks in processes of their own
         self.raise_in = ""  # name of a client call that raises
+        self.strike: dict[str, Any] = {}  # see `reach`; once
+        self.strike_when = ""  # while this file exists, it holds the strike: reaches ranks in processes of their own
 
     def attach(self, options: Any, label: str) -> Any:
         return _Client(self, self._attach(options, label), label)
+
+    def reach(self, point: str, label: str) -> None:
+        """Here a strike hits that is aimed at this point, {"at": point, "signal": number, "pid": whom, "who": label}:
+        no pid = this process; no label = whoever comes first.
+
+        "open_read": before a read is opened; "load": a chunk of it has been copied; "reserve": before a reservation;
+        "store": a chunk of it has been copied."""
+        strike = self.strike
+        with contextlib.suppress(FileNotFoundError):
+            if self.strike_when:
+                with open(self.strike_when) as file:
+                    strike = json.load(file)
+        with self._lock:
+            if strike.get("at") != point or not label.endswith(strike.get("who", "")):
+                return
+            self.strike = {}
+        os.kill(strike.get("pid") or os.getpid(), strike["signal"])
 
     def note(self, call: str) -> None:
         self.sent[call] += 1
@@ -61,6 +82,7 @@ class _Client:
 
     def open_read(self, *args: Any, **kwargs: Any) -> Any:
         self._faults.note("open_read")
+        self._faults.reach("open_read", self._label)
         time.sleep(self._faults.slow_loads_s)
         if self._faults.happens(self._faults.refuse_loads):
             return None
@@ -69,13 +91,38 @@ class _Client:
         reading = self._inner.open_read(*args, **kwargs)
         if reading is not None and self._faults.happens(self._faults.fail_loads):
             return _Garbage(reading, lie=self._faults.lie_about_loads)
-        return reading
+        return _Struck(reading, lambda: self._faults.reach("load", self._label)) if reading is not None else None
 
     def reserve(self, *args: Any, **kwargs: Any) -> Any:
         self._faults.note("reserve")
+        self._faults.reach("reserve", self._label)
         reservation = self._inner.reserve(*args, **kwargs)
         time.sleep(self._faults.slow_stores_s)
-        return reservation
+        return _Struck(reservation, lambda: self._faults.reach("store", self._label))
+
+
+class _Struck:
+    """A read or a reservation that does something after each copy."""
+
+    def __init__(self, inner: Any, after: Callable[[], None]) -> None:
+        self._inner, self._after = inner, after
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    @contextlib.contextmanager
+    def copying(self) -> Iterator[bool]:
+        with self._inner.copying() as allowed:
+            yield allowed
+            if allowed:
+                self._after()
+
+    def __enter__(self) -> _Struck:
+        self._inner.__enter__()
+        return self
+
+    def __exit__(self, *about: object) -> None:
+        self._inner.__exit__(*about)
 
 
 class _Garbage:

@@ -8,9 +8,11 @@ from kvkeep.ipc.vllm import clients
 from kvkeep.ipc.vllm.connector import KVKeepConnector
 from tests.vllm.faults import Faults
 
-if "KVKEEP_TEST_REFUSE_WHEN" in os.environ:
+REFUSE, STRIKE = "KVKEEP_TEST_REFUSE_WHEN", "KVKEEP_TEST_STRIKE_WHEN"  # the attributes of Faults
+
+if {REFUSE, STRIKE} & set(os.environ):
     faults = Faults(clients.attach)
-    faults.refuse_when = os.environ["KVKEEP_TEST_REFUSE_WHEN"]
+    faults.refuse_when, faults.strike_when = os.environ.get(REFUSE, ""), os.environ.get(STRIKE, "")
     clients.attach = faults.attach  # type: ignore[assignment]
 
 
