@@ -7,6 +7,7 @@ process, so that `report` can look into them and `faults` can stand between the 
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -98,6 +99,8 @@ class Host:
         self.longest: dict[str, float] = {}  # seconds of the longest call of each entry point of the connector
         self.payloads = 0  # connector stats that went to vLLM's loggers
         self.busy_s = 0.0  # processor time that the engine's thread spent in the connector
+        self.most_tokens = 0  # of a step, as the engine was started
+        self.book: Any = None  # see ledger
         if settings.get("connector", True) and not settings.get("multiprocessing"):
             from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
@@ -137,8 +140,11 @@ class Host:
         logprobs: int = 2,
         adapter: tuple[str, int, str] | None = None,
         wishes: dict[str, Any] | None = None,
+        images: list[int] | None = None,
+        image_names: list[str] | None = None,
     ) -> dict[str, Any]:
-        """``adapter``: name, id and path of a LoRA adapter; ``wishes``: kv_transfer_params."""
+        """``adapter``: name, id and path of a LoRA adapter; ``wishes``: kv_transfer_params; ``images``: seeds of an
+        image for each prompt; ``image_names``: what the user calls them."""
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
 
@@ -148,24 +154,69 @@ class Host:
         inputs: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
         for one, salt in zip(inputs, salts or [], strict=False):
             one["cache_salt"] = salt
+        for one, image in zip(inputs, images or [], strict=False):
+            one["multi_modal_data"] = {"image": _image(image)}
+        for one, name in zip(inputs, image_names or [], strict=False):
+            one["multi_modal_uuids"] = {"image": [name]}
         began = time.monotonic()
         outputs = self.llm.generate(inputs, params, use_tqdm=False, lora_request=lora)
         seconds = time.monotonic() - began
-        answers = []
-        for output in outputs:
-            best = output.outputs[0]
-            steps = [sorted((entry.logprob for entry in step.values()), reverse=True) for step in best.logprobs or []]
-            chosen = [step[token].logprob for step, token in zip(best.logprobs or [], best.token_ids, strict=False)]
-            margins = [step[0] - step[1] for step in steps]
-            answers.append(
-                {
-                    "tokens": list(best.token_ids),
-                    "logprobs": chosen,
-                    "margins": margins,
-                    "finish": best.finish_reason,
-                }
-            )
-        return {"answers": answers, "seconds": seconds}
+        return {"answers": [_answer(output) for output in outputs], "seconds": seconds}
+
+    def generate_and_abort(
+        self, prompts: list[list[int]], aborts: list[int | None], max_tokens: int = 8, preempt: int = 0
+    ) -> list[dict[str, Any] | None]:
+        """All at once; ``aborts``: after how many steps each is aborted, None = never.  No answer of an aborted one.
+        ``preempt``: so many times make the engine preempt one of two running requests."""
+        from vllm import SamplingParams
+
+        engine, base = self.llm.llm_engine, time.monotonic_ns()
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=2)
+        names = [f"{base}-{number}" for number in range(len(prompts))]
+        for name, prompt in zip(names, prompts, strict=True):
+            engine.add_request(name, {"prompt_token_ids": prompt}, params)
+        found: dict[str, dict[str, Any]] = {}
+        step = 0
+        while engine.has_unfinished_requests():
+            preempt = self.scarcity.tighten(preempt)
+            engine.abort_request([name for name, after in zip(names, aborts, strict=True) if after == step])
+            found |= {output.request_id: _answer(output) for output in engine.step() if output.finished}
+            step += 1
+        self.scarcity.loosen()
+        core = engine.engine_core.engine_core
+        until = time.monotonic() + 10
+        while core.scheduler.has_requests() and time.monotonic() < until:  # loads of aborted requests end, too
+            engine.step()
+            time.sleep(0.001)
+        return [found.get(name) for name in names]
+
+    def groups(self) -> int:
+        return len(self.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config.kv_cache_groups)
+
+    def leave_blocks(self, count: int) -> bool:
+        self.scarcity.leave(count)
+        return True
+
+    @functools.cached_property
+    def scarcity(self) -> Any:
+        import scarcity
+
+        return scarcity.Scarcity(self.llm.llm_engine.engine_core.engine_core.scheduler)
+
+    def step_tokens(self, count: int) -> bool:
+        """Compute at most so many tokens a step, so that prompts are computed in pieces.  0 = as it was started."""
+        scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
+        self.most_tokens = self.most_tokens or scheduler.max_num_scheduled_tokens
+        scheduler.max_num_scheduled_tokens = count or self.most_tokens
+        return True
+
+    def ledger(self) -> dict[str, int]:
+        """See ledger.Ledger; it counts from the first call on."""
+        if self.book is None:
+            import ledger
+
+            self.book = ledger.Ledger(self.llm.llm_engine.engine_core.engine_core.scheduler)
+        return {"served": self.book.served, "promised": self.book.promised, "unseen": self.book.unseen()}
 
     def metrics(self) -> dict[str, float]:
         """vLLM's own counters."""
@@ -278,6 +329,23 @@ class Host:
         if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1" or self.ranks > 1:
             self.llm.llm_engine.engine_core.shutdown()  # ends its processes, and unlinks their shared memory
         return "bye"
+
+
+def _image(seed: int) -> Any:
+    import numpy as np
+    import tiny_model
+    from PIL import Image
+
+    pixels = np.random.default_rng(seed).integers(0, 256, (tiny_model.IMAGE_SIDE,) * 2 + (3,), np.uint8)
+    return Image.fromarray(pixels)
+
+
+def _answer(output: Any) -> dict[str, Any]:
+    best = output.outputs[0]
+    steps = [sorted((entry.logprob for entry in step.values()), reverse=True) for step in best.logprobs or []]
+    chosen = [step[token].logprob for step, token in zip(best.logprobs or [], best.token_ids, strict=False)]
+    margins = [step[0] - step[1] for step in steps]
+    return {"tokens": list(best.token_ids), "logprobs": chosen, "margins": margins, "finish": best.finish_reason}
 
 
 def _ours(connector: Any) -> Any:

@@ -21,16 +21,18 @@ _SMALL: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
+IMAGE_TOKEN, IMAGE_TOKENS, IMAGE_SIDE = 3, 19, 56  # its id, how many an image takes, and the pixels of an image's side
 WIDE_BYTES_PER_TOKEN = 16 * 2 * 8 * 128 * 4  # of KV: layers, K and V, heads, head size, float32
 
 
-def build(folder: Path, *, seed: int = 7, wide: bool = False) -> Path:
-    """Write the model and a tokenizer of whole words (``t0`` .. ``t511``) into `folder`.  ``wide``: much KV a token."""
+def build(folder: Path, *, seed: int = 7, wide: bool = False, spread: float = 0.3) -> Path:
+    """Write the model and a tokenizer of whole words (``t0`` .. ``t511``) into `folder`.  ``wide``: much KV a token;
+    ``spread``: of the weights."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        **_SMALL,
+        **_SMALL | {"initializer_range": spread},
         num_hidden_layers=16 if wide else 3,
         num_attention_heads=8 if wide else 4,
         num_key_value_heads=8 if wide else 2,
@@ -93,6 +95,44 @@ def mla(folder: Path, *, seed: int = 7) -> Path:
     )
     torch.manual_seed(seed)
     return _save(DeepseekV2ForCausalLM(config).float(), folder)
+
+
+def idefics3(folder: Path, *, seed: int = 7) -> Path:
+    """The Llama of `build` behind a vision tower: vLLM makes `IMAGE_TOKENS` of the one token that stands for an image.
+
+    (The usual ones of this size need torchvision, which a CPU build of vLLM does without.)"""
+    import torch
+    from transformers import Idefics3Config, Idefics3ForConditionalGeneration
+
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vision["initializer_range"] = 0.3
+    text = _SMALL | {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    patches = 2 * int((IMAGE_TOKENS - 3) ** 0.5)  # a side; 2 * 2 of them become a token, and 3 tokens stand around
+    config = Idefics3Config(
+        vision_config=vision | {"image_size": IMAGE_SIDE, "patch_size": IMAGE_SIDE // patches},
+        text_config=text | {"model_type": "llama"},
+        image_token_id=IMAGE_TOKEN,
+        scale_factor=2,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+    )
+    torch.manual_seed(seed)
+    _save(Idefics3ForConditionalGeneration(config).float(), folder)
+    words = json.loads((folder / "tokenizer.json").read_text())
+    marks = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
+    for number, mark in enumerate(marks, IMAGE_TOKEN):
+        words["model"]["vocab"][mark] = words["model"]["vocab"].pop(f"t{number}")
+        plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        words["added_tokens"].append({"id": number, "content": mark, "special": True} | plain)
+    (folder / "tokenizer.json").write_text(json.dumps(words))
+    edge = {"longest_edge": IMAGE_SIDE}
+    pixels = {"image_processor_type": "Idefics3ImageProcessor", "size": edge, "max_image_size": edge, "resample": 1}
+    pixels |= dict.fromkeys(("do_resize", "do_rescale", "do_convert_rgb", "do_normalize", "do_pad"), True)
+    pixels |= {"do_image_splitting": False, "rescale_factor": 1 / 255, "image_mean": [0.5] * 3, "image_std": [0.25] * 3}
+    (folder / "preprocessor_config.json").write_text(json.dumps(pixels))
+    whole = {"processor_class": "Idefics3Processor", "image_seq_len": IMAGE_TOKENS - 3}
+    (folder / "processor_config.json").write_text(json.dumps(whole))
+    return folder
 
 
 def prompt(seed: int, length: int) -> list[int]:
