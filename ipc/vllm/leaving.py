@@ -18,12 +18,18 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvkeep.ipc.vllm.groups import ABSENT, BlockTable
+from kvkeep.ipc.vllm.metadata import StoreEnd, StoreReport
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvkeep.ipc.vllm.adapters import Files
+    from kvkeep.ipc.vllm.lookups import Active
+
+MAX_REWINDS = 3  # times a chunk is stored again because one before it had gone
 
 Held = tuple[tuple[Any, ...], ...]  # vLLM's blocks of one chunk, per group; its null block where there is none
 
@@ -56,6 +62,36 @@ class Kept:
         blocks = (block for group in self.held for block in group)
         return all(block.block_hash == value for block, value in zip(blocks, self.hashes, strict=True))
 
+    def storable(self, active: Active) -> bool:
+        """It has all blocks that a hit that ends with it needs."""
+        if self.stage is Stage.LOST or not self.here():
+            return False
+        tokens = (self.position + 1) * active.chunk_tokens
+        return not any(
+            block.is_null and group.needs(self.position * len(blocks) + n, tokens)
+            for group, blocks in zip(active.groups, self.held, strict=True)
+            for n, block in enumerate(blocks)
+        )
+
+
+class Batch(NamedTuple):
+    """Chunks that are stored with one job."""
+
+    chain: bytes  # hashes, from the root to the last of them
+    start: int
+    chunks: tuple[Kept, ...]
+    place: Any  # the block that follows theirs in the queue
+
+    @property
+    def table(self) -> BlockTable:
+        groups = zip(*(kept.held for kept in self.chunks), strict=True)
+        return tuple(
+            tuple(ABSENT if block.is_null else block.block_id for part in group for block in part) for group in groups
+        )
+
+    def blocks(self) -> list[Any]:
+        return [block for kept in self.chunks for group in kept.held for block in group]
+
 
 class Leaving:
     def __init__(self, pool: Any, near: int) -> None:
@@ -71,15 +107,6 @@ class Leaving:
 
     def find(self, chunk: bytes) -> Kept | None:
         return self._by_chunk.get(chunk)
-
-    def chain(self, kept: Kept) -> list[Kept]:
-        """From the first chunk to this one, each as it is known now."""
-        found: list[Kept] = []
-        at: Kept | None = kept
-        while at is not None:
-            found.append(self._by_chunk.get(at.chunk, at))
-            at = at.before
-        return found[::-1]
 
     def keep(self, kept: Kept) -> Kept:
         """Remember a chunk; the record that stands for it from now on."""
@@ -127,15 +154,38 @@ class Leaving:
         self._by_block.clear()
         self._head = None
 
-    def place(self, late: Sequence[Kept]) -> Any:
-        """Where the blocks of these chunks are in the queue: the block that follows them, or None."""
-        own = {id(block) for kept in late for group in kept.held for block in group}
-        block = next(block for group in late[0].held for block in group if not block.is_null)
-        if block.ref_cnt:
+    def batch(self, tail: Kept, active: Active, room: int) -> Batch | None:
+        """What to store now, so that this chunk is there: all that is missing up to it, from the first on, but not more
+        than ``room`` chunks.  Its chunks are under way from here on."""
+        whole = self._chain(tail)
+        start = 1 + max((n for n, kept in enumerate(whole) if kept.stage in (Stage.STORED, Stage.STORING)), default=-1)
+        lost = next((n for n in range(start, len(whole)) if not whole[n].storable(active)), len(whole))
+        for kept in whole[lost:]:
+            self._lost += kept.stage is Stage.WAITS
+            kept.stage = Stage.LOST
+        end = min(lost, start + room)
+        if end < lost:
+            self.look_again()
+        if end <= start:
             return None
-        while id(block) in own:
-            block = block.next_free_block
-        return block
+        chosen = tuple(whole[start:end])
+        for kept in chosen:
+            kept.stage = Stage.STORING
+        return Batch(b"".join(kept.chunk for kept in whole[:end]), start, chosen, self._place(chosen))
+
+    def ended(self, batch: Batch, report: StoreReport) -> None:
+        again: list[Kept] = []
+        if report.end is StoreEnd.ORPHAN and report.missing >= 0:  # heads have gone from the daemon, not from here
+            whole = self._chain(batch.chunks[-1])
+            again = [kept for kept in whole[report.missing :] if kept.stage is not Stage.LOST]
+        for kept in batch.chunks:
+            done = report.end is StoreEnd.DONE or kept.position < report.missing
+            kept.stage = Stage.STORED if done else Stage.LOST
+        for kept in again:
+            kept.rewinds += 1
+            kept.stage = Stage.WAITS if kept.rewinds <= MAX_REWINDS else Stage.LOST
+        if again:
+            self.look_again()
 
     def give_back(self, blocks: Sequence[Any], place: Any) -> None:
         """End the pin of stored blocks, from the first to the last, and put them where they were.  vLLM's own
@@ -155,6 +205,25 @@ class Leaving:
             before = block
         before.next_free_block, place.prev_free_block = place, before
         queue.num_free_blocks += len(free)
+
+    def _chain(self, kept: Kept) -> list[Kept]:
+        """From the first chunk to this one, each as it is known now."""
+        found: list[Kept] = []
+        at: Kept | None = kept
+        while at is not None:
+            found.append(self._by_chunk.get(at.chunk, at))
+            at = at.before
+        return found[::-1]
+
+    def _place(self, chosen: Sequence[Kept]) -> Any:
+        """Where the blocks of these chunks are in the queue: the block that follows them, or None."""
+        own = {id(block) for kept in chosen for group in kept.held for block in group}
+        block = next(block for group in chosen[0].held for block in group if not block.is_null)
+        if block.ref_cnt:
+            return None
+        while id(block) in own:
+            block = block.next_free_block
+        return block
 
     def _queued(self, block: Any) -> Iterator[Any]:
         for _ in range(self._near):

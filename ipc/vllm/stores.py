@@ -28,7 +28,7 @@ from kvkeep.ipc.vllm.adapters import Keys
 from kvkeep.ipc.vllm.controls import Scope
 from kvkeep.ipc.vllm.groups import ABSENT, BlockTable, chunks, cut
 from kvkeep.ipc.vllm.guard import Guard
-from kvkeep.ipc.vllm.leaving import Kept, Leaving, Stage
+from kvkeep.ipc.vllm.leaving import Batch, Kept, Leaving, Stage
 from kvkeep.ipc.vllm.lookups import Active, Lookups
 from kvkeep.ipc.vllm.metadata import StoreEnd, StoreJob, StoreReport
 from kvkeep.ipc.vllm.options import Options
@@ -67,8 +67,7 @@ class _Pin:
     ranks: int  # that have not reported yet
     active: Active
     began: float
-    late: tuple[Kept, ...] = ()  # chunks that were stored because they were about to leave ...
-    place: Any = None  # ... and the block that followed them in the queue
+    batch: Batch | None = None  # of what was about to leave
     worst: StoreReport | None = None
 
 
@@ -169,9 +168,9 @@ class Stores:
             return
         del self._pins[report.job_id]
         self.pinned_blocks -= len(pin.blocks)
-        if pin.late and self._leaving is not None:
-            self._leaving.give_back(pin.blocks, pin.place)
-            self._late_report(pin, report)
+        if pin.batch is not None and self._leaving is not None:
+            self._leaving.give_back(pin.blocks, pin.batch.place)
+            self._leaving.ended(pin.batch, report)
         else:
             self._pool.free_blocks(reversed(pin.blocks))  # tails become free first
         self._count(pin, report)
@@ -190,115 +189,65 @@ class Stores:
     # ---- what leaves -------------------------------------------------------------------------------------------------
 
     def _remember(self, progress: _Progress, chain: bytes, output: SchedulerOutput, active: Active) -> None:
-        """Keep a record of each complete chunk that the request has not been asked for yet."""
+        """Keep a record of each complete chunk of the request that has none yet."""
         assert self._leaving is not None
-        count = len(chain) // HASH_BYTES
-        at = progress.stored * HASH_BYTES
-        if progress.stored > count or chain[max(0, at - HASH_BYTES) : at] != progress.last_hash:
-            progress.stored, progress.last_hash = 0, b""  # it was preempted, or a session took tokens back
-        first = progress.stored
-        before = self._leaving.find(progress.last_hash) if first else None
-        if first and before is None:
-            first = 0
+        count, at = len(chain) // HASH_BYTES, progress.stored * HASH_BYTES
+        before = None
+        if at <= len(chain) and chain[max(0, at - HASH_BYTES) : at] == progress.last_hash:
+            before = self._leaving.find(progress.last_hash)
+        first = progress.stored if before is not None else 0  # or a preemption, or a session that took tokens back
         tokens = active.chunk_tokens
         held = cut(self._held(progress.request.request_id, output), active.groups, first * tokens, count * tokens)
         known = self._lookups.known_chunks(progress.request.request_id)
-        files = self._keys.files(progress.request)
         for position, part in enumerate(chunks(held, count - first), first):
-            kept = Kept(
-                chunk=chain[position * HASH_BYTES : (position + 1) * HASH_BYTES],
-                before=before,
-                position=position,
-                held=part,
-                hashes=tuple(block.block_hash for group in part for block in group),
-                generation=active.generation,
-                low=progress.low,
-                files=files,
-                request=progress.request if self._events is not None else None,
-                stage=Stage.STORED if position < known else Stage.WAITS,
+            before = self._leaving.keep(
+                Kept(
+                    chunk=chain[position * HASH_BYTES : (position + 1) * HASH_BYTES],
+                    before=before,
+                    position=position,
+                    held=part,
+                    hashes=tuple(block.block_hash for group in part for block in group),
+                    generation=active.generation,
+                    low=progress.low,
+                    files=self._keys.files(progress.request),
+                    request=progress.request if self._events is not None else None,
+                    stage=Stage.STORED if position < known else Stage.WAITS,
+                )
             )
-            before = self._leaving.keep(kept)
         progress.stored, progress.last_hash = count, chain[(count - 1) * HASH_BYTES : count * HASH_BYTES]
 
     def _late_jobs(self, active: Active) -> list[StoreJob]:
         assert self._leaving is not None
-        self._tally.add("chunks_skipped_window", self._leaving.take_lost())
         jobs: list[StoreJob] = []
         made = True
         while made:  # what is pinned is not in the queue any more, so others are about to leave in its place
             made = False
             for kept in self._leaving.about_to_leave():
-                job = self._late_job_or_none(kept, active)
+                job = self._late_job(kept, active)
                 if job is not None:
                     jobs.append(job)
                     made = True
+        self._tally.add("chunks_skipped_window", self._leaving.take_lost())
         return jobs
 
-    def _late_job_or_none(self, kept: Kept, active: Active) -> StoreJob | None:
+    def _late_job(self, kept: Kept, active: Active) -> StoreJob | None:
+        assert self._leaving is not None
         if kept.stage is not Stage.WAITS or kept.generation != active.generation:
             return None  # a job of this step has it, or it is of before a reset
+        room = self._room(low=kept.low) // sum(active.chunk_tokens // group.block_size for group in active.groups)
         try:
-            job = self._late_job(kept, active)
+            batch = self._leaving.batch(kept, active, room)
         except Exception as error:
             self._guard.note("store_job", error)
             kept.stage = Stage.LOST
             return None
-        if job is not None and kept.request is not None:
+        if batch is None:
+            return None
+        job = StoreJob(self._next_job, batch.chain, batch.start, batch.table, active.generation, kept.files)
+        self._pin(job, batch.blocks(), "", active, batch)
+        if kept.request is not None:
             self._plan_event(job, kept.request, active)
         return job
-
-    def _late_job(self, tail: Kept, active: Active) -> StoreJob | None:
-        """Store what is missing up to this chunk, from the first on."""
-        assert self._leaving is not None
-        whole = self._leaving.chain(tail)
-        start = 1 + max((n for n, kept in enumerate(whole) if kept.stage in (Stage.STORED, Stage.STORING)), default=-1)
-        lost = next((n for n in range(start, len(whole)) if not self._storable(whole[n], active)), len(whole))
-        for kept in whole[lost:]:
-            self._tally.add("chunks_skipped_window", kept.stage is not Stage.LOST)
-            kept.stage = Stage.LOST
-        room = self._room(low=tail.low) // sum(active.chunk_tokens // group.block_size for group in active.groups)
-        end = min(lost, start + room)
-        if end < lost:
-            self._leaving.look_again()
-        if end <= start:
-            return None
-        late = tuple(whole[start:end])
-        table = tuple(
-            tuple(ABSENT if block.is_null else block.block_id for kept in late for block in kept.held[group])
-            for group in range(len(active.groups))
-        )
-        chain = b"".join(kept.chunk for kept in whole[:end])
-        job = StoreJob(self._next_job, chain, start, table, active.generation, tail.files)
-        place = self._leaving.place(late)
-        self._pin(job, [block for kept in late for group in kept.held for block in group], "", active, late, place)
-        for kept in late:
-            kept.stage = Stage.STORING
-        return job
-
-    def _storable(self, kept: Kept, active: Active) -> bool:
-        if kept.stage is Stage.LOST or not kept.here():
-            return False
-        tokens = (kept.position + 1) * active.chunk_tokens
-        for group, blocks in zip(active.groups, kept.held, strict=True):
-            first = kept.position * len(blocks)
-            if any(block.is_null and group.needs(first + n, tokens) for n, block in enumerate(blocks)):
-                return False
-        return True
-
-    def _late_report(self, pin: _Pin, report: StoreReport) -> None:
-        assert self._leaving is not None
-        again: list[Kept] = []
-        if report.end is StoreEnd.ORPHAN and report.missing >= 0:  # heads have gone from the daemon, not from here
-            whole = self._leaving.chain(pin.late[-1])
-            again = [kept for kept in whole[report.missing :] if kept.stage is not Stage.LOST]
-        for kept in pin.late:
-            done = report.end is StoreEnd.DONE or kept.position < report.missing
-            kept.stage = Stage.STORED if done else Stage.LOST
-        for kept in again:
-            kept.rewinds += 1
-            kept.stage = Stage.WAITS if kept.rewinds <= MAX_REWINDS else Stage.LOST
-        if again:
-            self._leaving.look_again()
 
     # ---- inside ------------------------------------------------------------------------------------------------------
 
@@ -379,17 +328,11 @@ class Stores:
         return max(0, int(self._pool.num_gpu_blocks * share) - self.pinned_blocks)
 
     def _pin(
-        self,
-        job: StoreJob,
-        blocks: Sequence[Any],
-        request_id: str,
-        active: Active,
-        late: tuple[Kept, ...] = (),
-        place: Any = None,
+        self, job: StoreJob, blocks: Sequence[Any], request_id: str, active: Active, batch: Batch | None = None
     ) -> None:
         blocks = tuple(block for block in blocks if not block.is_null)
         self._pool.touch(blocks)
-        self._pins[job.job_id] = _Pin(request_id, blocks, self._ranks, active, time.monotonic(), late, place)
+        self._pins[job.job_id] = _Pin(request_id, blocks, self._ranks, active, time.monotonic(), batch)
         self.pinned_blocks += len(blocks)
         self._next_job += 1
 
