@@ -85,6 +85,7 @@ class FakeDriver:
         self.held = False  # streams stand still until `run`
         self.compute_busy = False  # fences are not over until the test completes them
         self.fences: list[FakeEvent] = []
+        self.fence_threads: set[str] = set()
         self.registered: dict[int, int] = {}  # address -> bytes
         self.own: list[np.ndarray] = []  # pinned memory that was asked for
         self.faults: list[str] = []
@@ -109,6 +110,7 @@ class FakeDriver:
             raise self.fail_fence
         fence = FakeEvent(over=not self.compute_busy)
         self.fences.append(fence)
+        self.fence_threads.add(threading.current_thread().name)
         return fence
 
     def stream(self) -> FakeStream:

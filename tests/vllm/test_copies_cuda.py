@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 
@@ -36,9 +37,14 @@ class Rig:
         self.space = self.client.register(self.spec.manifest, shard_bytes=shard_bytes)
         self.make_threads(deadline_s)
 
-    def make_threads(self, deadline_s: float) -> None:
+    def make_threads(self, deadline_s: float, load_threads: int = 2) -> None:
         self.copies = CopyThreads(
-            self.client, self.model.memory, shard=0, load_threads=2, deadline_s=deadline_s, log=self.guard.note
+            self.client,
+            self.model.memory,
+            shard=0,
+            load_threads=load_threads,
+            deadline_s=deadline_s,
+            log=self.guard.note,
         )
 
     def store(self, job_id: int = 1) -> None:
@@ -55,10 +61,10 @@ class Rig:
         assert self.take(stores=1)[1] == [StoreReport(1, StoreEnd.DONE, CHUNKS)]
         return self
 
-    def with_deadline(self) -> Rig:
+    def with_deadline(self, load_threads: int = 2) -> Rig:
         """From here on there is little time."""
         self.copies.close()
-        self.make_threads(DEADLINE_S)
+        self.make_threads(DEADLINE_S, load_threads)
         return self
 
     def take(self, loads: int = 0, stores: int = 0) -> tuple[list[LoadEnd], list[StoreReport]]:
@@ -111,7 +117,8 @@ def test_what_a_gpu_stores_a_gpu_loads(rig: Rig, monkeypatch: pytest.MonkeyPatch
     ((end,), _) = rig.take(loads=1)
     assert (end.bad_blocks, end.failure, end.good_chunks) == ((), None, CHUNKS)
     assert rig.loaded()
-    assert len(rig.driver.fences) == 2, "one for each job, taken when it was handed over"
+    assert len(rig.driver.fences) == 2, "one for each job"
+    assert rig.driver.fence_threads == {threading.current_thread().name}, "taken when it is handed over"
 
 
 def test_a_load_is_not_reported_while_the_gpu_may_still_write_its_blocks(rig: Rig) -> None:
@@ -129,7 +136,7 @@ def test_a_load_is_not_reported_while_the_gpu_may_still_write_its_blocks(rig: Ri
 
 def test_a_load_that_is_late_begins_no_other_piece(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "AT_ONCE_BYTES", 1)
-    rig.stored().with_deadline()
+    rig.stored().with_deadline(load_threads=1)  # each thread has one piece under way
     rig.driver.compute_busy = True
     rig.load()
     eventually(lambda: rig.copies._loads["r"].state.value == "running")
