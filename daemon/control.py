@@ -95,6 +95,7 @@ class Control:
             config.attach_path,
             admit=self._admit,
             closed=self._closed,
+            skewed=lambda refused: self._refused(refused.code, refused.message),
             mode=config.socket_mode,
             gid=gid,
             max_connections=config.max_clients,

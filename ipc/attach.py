@@ -95,14 +95,17 @@ class AttachListener:
         *,
         admit: Callable[[Hello, Credentials], Admission | Refused],
         closed: Callable[[int], None],
+        skewed: Callable[[Refused], object] = lambda refused: None,
         mode: int = 0o660,
         gid: int | None = None,
         max_connections: int = 4096,
         handshake_s: float = 2.0,
     ) -> None:
+        """``skewed`` is told of a client that was refused for its version, which `admit` is not asked about."""
         self._path = path
         self._admit = admit
         self._closed = closed
+        self._skewed = skewed
         self._max = max_connections
         self._handshake_s = handshake_s
         self._connections: dict[int, _Connection] = {}  # by descriptor
@@ -256,7 +259,9 @@ class AttachListener:
             return
         common = set(hello.versions) & set(SUPPORTED_VERSIONS)
         if not common:
-            self._refuse(connection, Refused("version", _skew(hello.versions)))
+            refused = Refused("version", _skew(hello.versions))
+            self._skewed(refused)
+            self._refuse(connection, refused)
             return
         self._decide(connection, hello, max(common))
 

@@ -30,12 +30,14 @@ class Door:
         self.path = str(path)
         self.hellos: list[tuple[Hello, Credentials]] = []
         self.closed: list[int] = []
+        self.skewed: list[Refused] = []
         self.answer: Refused | Exception | None = None
         self.version = 1
         self.listener = AttachListener(
             self.path,
             admit=self.admit,
             closed=self.closed.append,
+            skewed=self.skewed.append,
             **options,  # type: ignore[arg-type]
         )
         self.stop = os.eventfd(0)
@@ -182,6 +184,7 @@ def test_no_common_version_is_refused_before_anybody_is_asked(door: Door) -> Non
         connect(door.path, Hello(versions=(98, 99)), 30)
     assert caught.value.code == "version"
     assert door.hellos == []
+    assert [refused.message for refused in door.skewed] == [caught.value.message]
 
 
 def test_the_highest_common_version_is_chosen(door: Door) -> None:

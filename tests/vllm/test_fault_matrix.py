@@ -29,6 +29,7 @@ CHUNK = 64
 DEADLINE_S = 3.0  # of a load or a store
 PATIENCE_S = 60.0  # a bound for a loaded machine, not a target
 FAMILIES: dict[str, Callable[[Path], Path]] = {"llama": tiny_model.build, "gemma3": tiny_model.gemma3}
+BETWEEN = ("open_read", "reserve")  # before the daemon is asked; the other points are in the middle of a copy
 PATIENCE = {"kvkeep.lookup_deadline_ms": 5000, "kvkeep.transfer_deadline_s": DEADLINE_S}
 NO_FAULTS: dict[str, Any] = {"fail_loads": 0.0, "slow_loads_s": 0.0, "slow_stores_s": 0.0, "strike": {}}
 COMPUTED = {"kvkeep.load": False, "kvkeep.store": False}
@@ -144,7 +145,7 @@ def test_of_loads_beyond_their_deadline_no_answer_changes(rig: Rig) -> None:
     assert rig.hits(prompts, wanted) == 6 * 2 * CHUNK
 
 
-@pytest.mark.parametrize("point", ["open_read", "load"])
+@pytest.mark.parametrize("point", ["open_read", pytest.param("load", marks=pytest.mark.soak)])
 def test_a_daemon_that_stops_under_loads_costs_a_deadline_and_nothing_else(rig: Rig, point: str) -> None:
     """Every load hangs, and then every lookup and store: the lookups were answered, so all requests wait for loads."""
     seed = 1000 + len(point)
@@ -165,7 +166,7 @@ def test_a_daemon_that_stops_under_loads_costs_a_deadline_and_nothing_else(rig: 
     assert rig.hits(prompts, wanted) == 6 * 3 * CHUNK
 
 
-@pytest.mark.parametrize("point", ["open_read", "load", "reserve", "store"])
+@pytest.mark.parametrize("point", ["load", "store", *(pytest.param(p, marks=pytest.mark.soak) for p in BETWEEN)])
 def test_a_daemon_that_is_killed_in_the_middle_of_a_load_or_store(rig: Rig, point: str) -> None:
     seed = 2000 + 100 * len(point)
     old, fresh = ([prompt(at + n, 3 * CHUNK + 5) for n in range(4)] for at in (seed, seed + 50))

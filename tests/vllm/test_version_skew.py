@@ -108,6 +108,7 @@ def daemon_serves_others(daemon: Daemon) -> None:
             assert found.ready == 3
         assert client.check() == {"ok": True, "problem": ""}
         stats = client.stats()
+        assert stats["counters"]["attach_refused"] > 0
         assert (stats["clients_total"], stats["l1"]["references"], stats["l1"]["reserved_bytes"]) == (1, 0, 0)
 
 
@@ -129,6 +130,7 @@ def test_a_client_of_another_version_runs_without_the_cache_and_says_so_once(
     until("the refusal in the engine's log", lambda: sentence in pair.engine.log.read_text())
     pair.works_without(reference, 100 * abi + versions[0])
     daemon_serves_others(pair.daemon)
+    assert f"attach refused: {sentence}" in pair.daemon.output()
     time.sleep(3 * BACKOFF_S)  # it has been refused again since
     assert pair.engine.log.read_text().count(sentence) == 1
     assert all(line.startswith("kvkeep: ") or " kvkeep: " in line for line in pair.refusals())
