@@ -10,7 +10,7 @@ before it: when a tail is about to leave, all before it that the daemon does not
 
 A record belongs to its block: it goes when another chunk ends in that block, so there are never more than blocks.  The
 block's hash tells whether the chunk is still in it.  Cost: one look at the head of the queue in each step; when it has
-moved, a walk over as many blocks as two steps may take.  One thread, the engine's.
+moved, a walk over as many blocks as a few steps may take.  One thread, the engine's.
 """
 
 from __future__ import annotations
@@ -94,9 +94,10 @@ class Batch(NamedTuple):
 
 
 class Leaving:
-    def __init__(self, pool: Any, near: int) -> None:
-        """``near``: that many blocks at the head of the free queue are about to leave."""
-        self._pool, self._near = pool, near
+    def __init__(self, pool: Any, near: int, step: int) -> None:
+        """``near``: that many blocks at the head of the free queue are about to leave.  ``step``: one step may take so
+        many of them; what is being stored should be back in its place before the others are used up."""
+        self._pool, self._near, self._step = pool, near, step
         self._by_chunk: dict[bytes, Kept] = {}
         self._by_block: dict[int, Kept] = {}
         self._head: tuple[int, int] | None = None
@@ -125,8 +126,9 @@ class Leaving:
                     self._lost += evicted.stage is Stage.WAITS
         return kept
 
-    def about_to_leave(self) -> list[Kept]:
-        """Chunks that wait to be stored, those first that leave first."""
+    def about_to_leave(self, *, next_step: bool = False) -> list[Kept]:
+        """Chunks that wait to be stored, those first that leave first.  ``next_step``: only those that may leave in the
+        next step, now that others have been taken out of the queue to be stored."""
         queue = self._pool.free_block_queue
         block = queue.fake_free_list_head.next_free_block
         head = (block.block_id, queue.num_free_blocks)
@@ -134,7 +136,7 @@ class Leaving:
             return []
         self._head = head
         found: dict[bytes, Kept] = {}
-        for one in self._queued(block):
+        for one in self._queued(block, self._step if next_step else self._near):
             kept = self._by_block.get(one.block_id)
             if kept is not None and kept.stage is Stage.WAITS and kept.chunk not in found:
                 found[kept.chunk] = kept
@@ -225,8 +227,8 @@ class Leaving:
             block = block.next_free_block
         return block
 
-    def _queued(self, block: Any) -> Iterator[Any]:
-        for _ in range(self._near):
+    def _queued(self, block: Any, count: int) -> Iterator[Any]:
+        for _ in range(count):
             if block is None or block.next_free_block is None:  # the queue's end is marked by a block of its own
                 return
             yield block

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 DEFAULT_CHUNK_TOKENS = 256
 START_WAIT_S = 0.5  # at engine start, for a daemon that is there
-LEAVING_STEPS = 2  # blocks that so many steps can take are about to leave
+LEAVING_STEPS = 4  # blocks that so many steps can take are about to leave
 
 
 class SchedulerHalf:
@@ -140,8 +140,9 @@ class SchedulerHalf:
             self._log("kvkeep: without prefix caching nothing stays in the engine: chunks are stored when complete")
             return None
         step_tokens = self._vllm_config.scheduler_config.max_num_batched_tokens
-        near = LEAVING_STEPS * sum(-(-step_tokens // group.block_size) for group in self._groups)
-        return Leaving(self._pool, min(near, int(self._pool.num_gpu_blocks * self._options.pinned_fraction)))
+        step = sum(-(-step_tokens // group.block_size) for group in self._groups)
+        most = int(self._pool.num_gpu_blocks * self._options.pinned_fraction)
+        return Leaving(self._pool, min(LEAVING_STEPS * step, most), min(step, most))
 
     def _make_keys(self) -> Keys:
         lora = self._vllm_config.lora_config

@@ -219,14 +219,10 @@ class Stores:
     def _late_jobs(self, active: Active) -> list[StoreJob]:
         assert self._leaving is not None
         jobs: list[StoreJob] = []
-        made = True
-        while made:  # what is pinned is not in the queue any more, so others are about to leave in its place
-            made = False
-            for kept in self._leaving.about_to_leave():
-                job = self._late_job(kept, active)
-                if job is not None:
-                    jobs.append(job)
-                    made = True
+        made = [self._late_job(kept, active) for kept in self._leaving.about_to_leave()]
+        while any(job is not None for job in made):  # they are not in the queue any more: others leave in their place
+            jobs += [job for job in made if job is not None]
+            made = [self._late_job(kept, active) for kept in self._leaving.about_to_leave(next_step=True)]
         self._tally.add("chunks_skipped_window", self._leaving.take_lost())
         return jobs
 

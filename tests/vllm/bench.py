@@ -60,7 +60,7 @@ class Bench:
         near: int = 0,
         **options: Any,
     ) -> None:
-        """``near``: store what is about to leave; so many blocks are."""
+        """``near``: store what is about to leave; so many blocks are, half of them in the next step."""
         self.daemon = FakeDaemon()
         self.client = FakeClient(self.daemon)
         self.guard = Guard(print)
@@ -70,7 +70,7 @@ class Bench:
         chosen = Options(**options)
         common: Any = {"events": events, "keys": keys}
         self.lookups = Lookups(self.client, chosen, self.guard, self.tally, pace=pace, **common)
-        self.leaving = Leaving(self.pool, near) if near else None
+        self.leaving = Leaving(self.pool, near, near // 2) if near else None
         self.stores = Stores(self.pool, chosen, self.lookups, self.guard, self.tally, leaving=self.leaving, **common)
         self.active = self.register(0)
         self.tables: dict[str, list[Any]] = {}
