@@ -1,6 +1,7 @@
 """How fast a GPU stores into the arena and loads from it, beside a plain loop of torch's pinned copies.
 
-    pin      the arena is pinned in pieces, in the background, as in a worker; GB/s
+    pin      the arena is pinned in pieces, in the background, as in a worker; GB/s, the GPU memory it takes (the driver's tables),
+             and the slowest of small kernels that are launched meanwhile
     store    `reserve`, copies from the GPU into the arena, `commit`: what a store thread does, with one thread
     load     `lookup`, `open_read`, copies to the GPU by two threads, validation: what a load does
 
@@ -105,10 +106,25 @@ def _pin(report: Report, args: argparse.Namespace, daemon: Daemon, arena: int) -
         return
     _, make = _memory(1)
     with _attached(daemon, make()) as (client, memory):
-        began = time.monotonic()
-        _use_pinned(memory, client)
-        seconds = time.monotonic() - began
-    report.case("pin", arena / seconds / 1e9, "GB/s", seconds=seconds, arena_bytes=arena)
+        free, began = _free_gpu_bytes(), time.monotonic()
+        longest = _use_pinned(memory, client)
+        seconds, taken = time.monotonic() - began, free - _free_gpu_bytes()
+    report.case(
+        "pin",
+        arena / seconds / 1e9,
+        "GB/s",
+        seconds=seconds,
+        arena_bytes=arena,
+        gpu_bytes=taken,
+        longest_kernel_ms=longest * 1e3,
+    )
+
+
+def _free_gpu_bytes() -> int:
+    """Pinning takes tables of the driver's, where it likes to have them."""
+    import torch
+
+    return int(torch.cuda.mem_get_info()[0])
 
 
 @contextlib.contextmanager
@@ -121,13 +137,22 @@ def _attached(daemon: Daemon, memory: KVMemory) -> Iterator[tuple[Client, KVMemo
         memory.close()
 
 
-def _use_pinned(memory: KVMemory, client: Client) -> None:
+def _use_pinned(memory: KVMemory, client: Client) -> float:
+    """Seconds that the slowest of many small kernels took meanwhile, from its launch to its end."""
+    import torch
+
     memory.use(client)
-    until = time.monotonic() + PIN_S
+    small: Any = torch.ones(1, device="cuda")
+    longest, until = 0.0, time.monotonic() + PIN_S
     while (levels := memory.levels()) is None or not 0 < levels.arena == levels.pinned:
-        if time.monotonic() > until:
+        began = time.monotonic()
+        if began > until:
             raise BenchError(f"the arena was not pinned within {PIN_S:g} s: {levels}")
-        time.sleep(0.002)
+        small.add_(1)
+        torch.cuda.synchronize()
+        longest = max(longest, time.monotonic() - began)
+        time.sleep(0.0005)
+    return longest
 
 
 def _copies(report: Report, args: argparse.Namespace, daemon: Daemon, mib: int, runs: int) -> None:

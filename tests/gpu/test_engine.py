@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 SETTINGS: dict[str, Any] = {
-    "engine": {"dtype": "bfloat16", "gpu_memory_utilization": 0.1, "block_size": 16, "enforce_eager": False}
+    "engine": {"dtype": "bfloat16", "gpu_memory_utilization": 0.3, "block_size": 16, "enforce_eager": False}
 }
 PROMPTS = [[2 + (17 * n + 31 * k) % 500 for n in range(length)] for k, length in enumerate((70, 500, 1024, 1999))]
 
