@@ -28,7 +28,7 @@ class Faults:
         self.refuse_when = ""  # while this file exists, rank 1 opens no read: reaches ranks in processes of their own
         self.raise_in = ""  # name of a client call that raises
         self.strike: dict[str, Any] = {}  # see `reach`; once
-        self.strike_when = ""  # while this file exists, it holds the strike: reaches ranks in processes of their own
+        self.strike_when = ""  # this file holds the strike, and goes with it: reaches ranks in processes of their own
 
     def attach(self, options: Any, label: str) -> Any:
         return _Client(self, self._attach(options, label), label)
@@ -47,7 +47,13 @@ class Faults:
         with self._lock:
             if strike.get("at") != point or not label.endswith(strike.get("who", "")):
                 return
-            self.strike = {}
+            if strike is self.strike:
+                self.strike = {}
+            else:
+                try:
+                    os.unlink(self.strike_when)
+                except FileNotFoundError:  # another rank was first
+                    return
         os.kill(strike.get("pid") or os.getpid(), strike["signal"])
 
     def note(self, call: str) -> None:
