@@ -5,7 +5,8 @@ may end before its last chunk is in.  So pins are made in a thread that lives wh
 again a few times until the whole prompt is there; then what is there is pinned.  The daemon ends pins by itself,
 limits their bytes and decides who may pin; what it refuses is logged once.
 
-The same prompt is pinned once however many requests ask, and again when half of its time is over.
+The same prompt is pinned once however many requests ask, and again when half of its time is over or if only a part of
+it was there.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class _Wish:
 class _Held:
     pin: int
     ends: float
+    whole: bool  # else what is stored meanwhile is worth another try
 
 
 class Pinner:
@@ -103,15 +105,16 @@ class Pinner:
     def _pin(self, wish: _Wish) -> bool:
         name, now = self._name(wish), time.monotonic()
         before = self._held.get(name)
-        if before is not None and before.ends - now > wish.ttl_s / 2:
+        if before is not None and before.whole and before.ends - now > wish.ttl_s / 2:
             return True
         pin, count = self._client.pin(wish.namespace, wish.hashes, ttl_s=wish.ttl_s)
-        if count * HASH_BYTES < len(wish.hashes) and wish.tries < TRIES - 1:
+        whole = count * HASH_BYTES >= len(wish.hashes)
+        if not whole and wish.tries < TRIES - 1:
             if pin:
                 self._client.unpin(pin)
             return False
         if pin:
-            self._hold(name, _Held(pin, now + wish.ttl_s), now)
+            self._hold(name, _Held(pin, now + wish.ttl_s, whole), now)
         if before is not None and before.ends > now:
             self._client.unpin(before.pin)
         return True

@@ -109,6 +109,22 @@ def test_what_never_comes_leaves_the_rest_pinned(client: Counting, namespace: An
     eventually(lambda: pinned(client) == 0)
 
 
+def test_what_comes_after_the_last_try_is_pinned_when_the_next_request_asks(client: Counting, namespace: Any) -> None:
+    chain = hashes(4)
+    store(client, namespace, chain[: 2 * HASH_BYTES])
+    pinner = Pinner(client, lambda *_: None, pause_s=0.001)
+    pinner.ask(namespace, chain, 30.0)
+    through(pinner)
+    assert pinned(client) == 2
+    with client.inner.reserve(namespace, chain, start=2) as reservation:
+        reservation.commit()
+    pinner.ask(namespace, chain, 30.0)
+    through(pinner)
+    assert pinned(client) == 4
+    for held in pinner._held.values():
+        client.unpin(held.pin)
+
+
 def test_a_prompt_is_pinned_once_however_many_ask(client: Counting, namespace: Any) -> None:
     chain = hashes(4)
     store(client, namespace, chain)
