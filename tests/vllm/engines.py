@@ -65,6 +65,7 @@ class Engine:
         return int(self.ask("metrics").get("vllm:external_prefix_cache_hits", 0))
 
     def close(self) -> None:
+        left = shared_memory_of(self.process.pid)
         try:
             if self.process.poll() is None:
                 self.send("quit")
@@ -76,6 +77,8 @@ class Engine:
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
             self._answers.close()
+            for path in left:
+                path.unlink(missing_ok=True)
 
     def __enter__(self) -> Engine:
         return self.ready()
@@ -99,3 +102,23 @@ class Engine:
 
     def tail(self, size: int = 6000) -> str:
         return self.log.read_bytes()[-size:].decode(errors="replace")
+
+
+def shared_memory_of(group: int) -> list[Path]:
+    """What vLLM's processes of this group have in /dev/shm: when they are killed nobody unlinks it, and some of it not
+    even at their orderly end.  By inode: a semaphore is mapped under a name that it had before."""
+    mapped: set[str] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if os.getpgid(int(process.name)) == group:
+                mapped.update(line.split()[4] for line in (process / "maps").read_text().splitlines())
+    kinds = ("psm_*", "sem.mp-*", "vllm_dist_*")
+    found = [path for kind in kinds for path in Path("/dev/shm").glob(kind)]
+    return [path for path in found if inode(path) in mapped]
+
+
+def inode(path: Path) -> str:
+    try:
+        return str(path.stat().st_ino)
+    except OSError:  # it has gone meanwhile
+        return ""
