@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,12 @@ def held_by_clients(daemon: Daemon) -> dict[int, tuple[int, int]]:
     return {row["pid"]: (row["references"], row["reserved_bytes"]) for row in rows if row["pid"] != os.getpid()}
 
 
+def vllm_memory(pid: int) -> set[Path]:
+    """What ranks share by name: vLLM leaves it behind when they are killed."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return {Path(line.split(maxsplit=5)[5]) for line in lines if "/dev/shm/vllm_dist_" in line}
+
+
 class Victim:
     """An engine whose workers have processes of their own."""
 
@@ -54,7 +60,9 @@ class Victim:
 
 
 @pytest.fixture
-def make_victim(make_engine: Callable[..., Engine], shared_daemon: Daemon, folder: Path) -> Callable[[int], Victim]:
+def make_victim(
+    make_engine: Callable[..., Engine], shared_daemon: Daemon, folder: Path
+) -> Iterator[Callable[[int], Victim]]:
     def make(ranks: int) -> Victim:
         aim = folder / f"strike-{ranks}"
         engine = make_engine(
@@ -65,9 +73,14 @@ def make_victim(make_engine: Callable[..., Engine], shared_daemon: Daemon, folde
             options=PATIENCE,
             connector_class=FAULTY,
         )
-        return Victim(engine.ready(), shared_daemon, aim)
+        victim = Victim(engine.ready(), shared_daemon, aim)
+        left.update(path for pid in held_by_clients(shared_daemon) for path in vllm_memory(pid))
+        return victim
 
-    return make
+    left: set[Path] = set()
+    yield make
+    for path in left:
+        path.unlink(missing_ok=True)
 
 
 def test_a_worker_that_is_killed_while_it_loads(
