@@ -23,7 +23,7 @@ TYPED   := -p kvkeep.shm -p kvkeep.l2 -p kvkeep.ipc -p kvkeep.daemon -p kvkeep.b
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: run test test-main test-vllm soak lint bench gpu clean
+.PHONY: run test test-main test-vllm soak lint bench gpu clean matrix
 
 run: $(VENV)/.installed
 	@echo "Attach plain Python (another terminal, same user):"
@@ -47,6 +47,11 @@ test-vllm: $(VLLM_VENV)/.installed
 soak: $(VENV)/.dev $(VLLM_VENV)/.installed
 	$(VENV)/bin/python -m pytest -m soak --ignore=tests/vllm $(ARGS)
 	$(VLLM_VENV)/bin/python -m pytest -m soak tests/vllm $(ARGS) || test $$? = 5
+
+# Which kinds of model pass with the vLLM of that environment, and since when: the table in docs/compatibility.md.
+matrix: $(VLLM_VENV)/.installed
+	$(VLLM_VENV)/bin/python -m tests.vllm.matrix record $(ARGS)
+	$(VLLM_VENV)/bin/python -m tests.vllm.matrix write
 
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check .

@@ -17,8 +17,9 @@ _HMA: Any = getattr(base, "SupportsHMA", object)  # else vLLM would turn several
 
 
 class KVKeepConnector(base.KVConnectorBase_V1, _HMA):  # type: ignore[misc]
-    def __init__(self, vllm_config: Any, role: Any, *more: Any) -> None:
-        super().__init__(vllm_config, role, *more)
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
+        # newer versions insist on an argument of this name, older ones do not have it
+        super().__init__(vllm_config, role, *([kv_cache_config] if kv_cache_config is not None else []))
         if role == base.KVConnectorRole.SCHEDULER:  # one line per engine, not one per half
             logger.warning("kvkeep: cache off for this engine: %s", compat.refusal())
 
