@@ -108,7 +108,8 @@ class Lookup:
 
 
 class PendingLookup:
-    """A lookup that was sent.  `poll` does not wait unless told to; it answers with an empty Lookup when the daemon is gone or late."""
+    """A lookup that was sent.  `poll` does not wait unless told to; it answers with an empty Lookup when the daemon is
+    gone or late."""
 
     _request_id: bytes | None = None  # until it is known what became of it
 

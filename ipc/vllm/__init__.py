@@ -30,7 +30,6 @@ Who does what::
     namespace.py   registers the identity with the daemon, off the engine's thread
     options.py     the ``kvkeep.*`` keys of kv_connector_extra_config
     clients.py     how a half attaches to the daemon
-    logs.py        what the client library has to say, in the engine's log
     compat.py      which vLLM this is; compat_0_31.py and so on: where versions differ
     inert.py       what an engine gets whose vLLM is not supported
     logs.py        what the client library has to say, in the engine's log

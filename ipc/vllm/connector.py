@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 
 from kvkeep.ipc.extra_config import OptionError
-from kvkeep.ipc.vllm import compat, identity, options
+from kvkeep.ipc.vllm import compat, identity, logs, options
 from kvkeep.ipc.vllm.guard import Guard
 from kvkeep.ipc.vllm.metadata import KVKeepMetadata, KVKeepWorkerMetadata, WorkerFacts
 from kvkeep.ipc.vllm.scheduler import SchedulerHalf
@@ -78,6 +78,7 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        logs.forward(logger)
         self.guard = Guard(logger.warning)
         self.scheduler: SchedulerHalf | None = None
         self.worker: WorkerHalf | None = None
@@ -98,6 +99,7 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         elif role == KVConnectorRole.WORKER:
             self.worker = WorkerHalf(vllm_config, kv_cache_config, chosen, self.guard)
         else:
+            fails = self._kv_transfer_config.kv_load_failure_policy != "recompute"
             self.scheduler = SchedulerHalf(
                 vllm_config,
                 kv_cache_config,
@@ -106,8 +108,9 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 logger.warning,
                 may_load=self._kv_transfer_config.is_kv_consumer,
                 may_store=self._kv_transfer_config.is_kv_producer,
+                failures_end_requests=fails,
             )
-            if self._kv_transfer_config.kv_load_failure_policy != "recompute":
+            if fails:
                 logger.warning(
                     "kvkeep: kv_load_failure_policy is 'fail': a failed load ends its request with an error; set it to "
                     "'recompute' in --kv-transfer-config"

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 START_WAIT_S = 0.5  # at engine start, for a daemon that is there
-REST_S = 0.001  # in a step without a forward, while loads are under way
+REST_S = 0.004  # in a step without a forward, while loads are under way: one that comes meanwhile waits so long
 
 
 class WorkerHalf:
