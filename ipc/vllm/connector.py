@@ -139,7 +139,8 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @guarded(nothing)
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         if self.worker is not None and isinstance(self._connector_metadata, KVKeepMetadata):
-            computes = getattr(forward_context, "attn_metadata", None) is not None
+            # The V2 model runner calls this outside the forward's context, with arguments if there is a forward.
+            computes = bool(kwargs) or getattr(forward_context, "attn_metadata", None) is not None
             self.worker.start_loads(self._connector_metadata, computes=computes)
 
     def wait_for_layer_load(self, layer_name: str) -> None:

@@ -64,6 +64,25 @@ def connector(role: KVConnectorRole, extra: dict[str, Any]) -> KVKeepConnector:
     return KVKeepConnector(SimpleNamespace(kv_transfer_config=transfer), role, SimpleNamespace())
 
 
+@pytest.mark.parametrize(
+    ("attn_metadata", "arguments", "rests"),
+    [
+        (None, {}, True),  # either model runner, in a step that computes nothing
+        ({"layer": 1}, {}, False),  # V1, in the forward's context
+        (None, {"num_tokens": 3, "request_ids": ["r"]}, False),  # V2, after the forward, outside its context
+    ],
+)
+def test_only_a_step_without_a_forward_rests_while_loads_are_under_way(
+    attn_metadata: object, arguments: dict[str, Any], rests: bool
+) -> None:
+    made = connector(KVConnectorRole.SCHEDULER, {"kvkeep.no_such_option": 1})
+    computes: list[bool] = []
+    made.worker = SimpleNamespace(start_loads=lambda _, **said: computes.append(said["computes"]))  # type: ignore
+    made.bind_connector_metadata(KVKeepMetadata())
+    made.start_load_kv(SimpleNamespace(attn_metadata=attn_metadata), **arguments)
+    assert computes == [not rests]
+
+
 @pytest.mark.parametrize("role", list(KVConnectorRole))
 def test_a_refused_engine_gets_neutral_answers(role: KVConnectorRole) -> None:
     refused = connector(role, {"kvkeep.no_such_option": 1})
