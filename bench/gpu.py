@@ -1,7 +1,8 @@
 """How fast a GPU stores into the arena and loads from it, beside a plain loop of torch's pinned copies.
 
-    pin      the arena is pinned in pieces, in the background, as in a worker; GB/s, the GPU memory that it takes
-             (tables of the driver's), and the slowest of small kernels that are launched meanwhile
+    pin      the arena is pinned in pieces, in the background, as in a worker, which pauses for half of the time;
+             GB/s with the pauses, the GPU memory that it takes (tables of the driver's), and the slowest of small
+             kernels that are launched meanwhile
     store    `reserve`, copies from the GPU into the arena, `commit`: what a store thread does, with one thread
     load     `lookup`, `open_read`, copies to the GPU by two threads, validation: what a load does
 

@@ -48,8 +48,8 @@ def _cuda(found: places.Places, warn: Callable[[str], None]) -> KVMemory:
     except Exception as error:
         raise UnknownLayout(f"{found.device} cannot be copied from: {error}") from error
     log.info(
-        "kvkeep: copies on %s need no GPU memory, and %d MiB of pinned host memory for each copy thread until the "
-        "arena is pinned",
+        "kvkeep: copies on %s allocate no GPU memory themselves (`kvkeep bench gpu` reports what the driver's page "
+        "tables take), and %d MiB of pinned host memory for each copy thread until the arena is pinned",
         found.device,
         STAGING_BYTES >> 20,
     )

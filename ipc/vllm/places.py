@@ -29,6 +29,8 @@ class Place:
     layer_stride: int  # bytes, as is
     block_stride: int
     storage: Any  # torch.UntypedStorage; keeps the memory
+    seen_as: tuple[tuple[int, ...], ...] = ()  # by kernels: into how many a block is split, and the shape of each; one
+    # for each layer, or for all
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,10 @@ def _place(tensor: KVCacheTensor, kv_caches: dict[str, torch.Tensor], page_bytes
     if base < 0 or end > storage.nbytes():
         raise UnknownLayout(f"pages reach byte {end} of an allocation of {storage.nbytes()} bytes")
     shape = PlaneShape(len(views), page_bytes)
-    return Place(shape, blocks, address, tensor.layer_stride, tensor.block_stride, storage)
+    seen_as = tuple((view.shape[0] // blocks, *view.shape[1:]) for view in views)
+    if len(set(seen_as)) == 1:
+        seen_as = seen_as[:1]
+    return Place(shape, blocks, address, tensor.layer_stride, tensor.block_stride, storage, seen_as)
 
 
 def _check_view(name: str, view: torch.Tensor, at: int, block_stride: int, page_bytes: int, blocks: int) -> None:

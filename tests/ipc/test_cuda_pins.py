@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -49,7 +50,7 @@ def test_the_whole_arena_is_pinned_in_pieces_and_unpinned_at_the_end(model: Mode
     eventually(lambda: model.memory.levels() == Levels(arena.data.nbytes, arena.data.nbytes))
     assert model.driver.calls == [f"register {PIECE}"] * (PIECES - 1) + [f"register {PIECE - 100}"]
     model.memory.close()
-    assert model.driver.registered == {}
+    eventually(lambda: not model.memory.levels().pinned)
     assert model.driver.calls[PIECES:] == ["unregister"] * PIECES
     assert (model.memory.levels(), model.warnings) == (Levels(0, arena.data.nbytes), [])
 
@@ -202,6 +203,66 @@ def test_news_of_an_arena_that_come_after_its_end_pin_nothing(model: Model) -> N
     another = FakeArena(PIECE)
     model.client.watch(another)
     eventually(lambda: list(model.driver.registered) == [another.data.ctypes.data])
+
+
+def test_news_of_an_ended_arena_that_come_late_leave_the_one_that_is_there_pinned(model: Model) -> None:
+    ended, live = FakeArena(PIECE), FakeArena(2 * PIECE)
+    ended.guard.revoke()
+    model.client.watch(live)
+    eventually(lambda: pinned(model) == 2 * PIECE)
+    model.client.watch(ended)
+    time.sleep(0.05)
+    assert model.memory.levels() == Levels(2 * PIECE, 2 * PIECE)
+    load(model, live)  # its guard is not revoked
+
+
+def test_pinning_takes_half_of_the_time_at_most(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others wait for the driver while it pins."""
+    now, said = [100.0], list[str]()
+    monkeypatch.setattr(pins, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep))
+
+    def register(address: int, size: int) -> None:
+        now[0] += 3.0
+        said.append("pinned")
+
+    class Over(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            said.append(f"paused {timeout:g}")
+            return False
+
+    monkeypatch.setattr(model.driver, "register", register)
+    registration = pins.Registration(model.driver, FakeArena(3 * PIECE), model.warnings.append)
+    registration._over = Over()
+    registration._pin()
+    assert said == ["pinned", "paused 3"] * 3
+
+
+def test_an_arena_is_unpinned_in_the_pieces_that_it_was_pinned_in(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena = FakeArena(4 * PIECE)
+    model.client.watch(arena)
+    eventually(lambda: pinned(model) == 4 * PIECE)
+    monkeypatch.setattr(pins, "PIECE_BYTES", 4 * PIECE)
+    size = model.memory.bytes_of(CHUNK)
+    view = arena.data[PIECE - size // 2 :][:size]  # across a border: a copy over it would be a fault of the rig's
+    model.memory.gather_all([view], [CHUNK], model.memory.fence())
+    model.memory.close()
+    eventually(lambda: not model.driver.registered)
+    assert model.warnings == []
+
+
+def test_close_does_not_wait_for_the_driver(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    model.client.watch(FakeArena(PIECE))
+    model.driver.register_gate.clear()
+    assert model.driver.registering.wait(10)
+    waited: list[float | None] = []
+    thread = model.memory._pinner._thread
+    monkeypatch.setattr(thread, "join", waited.append)
+    model.memory.close()
+    model.driver.register_gate.set()
+    assert waited == [pins.CLOSE_S]
+    assert pins.CLOSE_S <= 0.2
 
 
 def test_a_daemon_that_is_killed_during_a_copy_takes_no_memory_from_under_it(

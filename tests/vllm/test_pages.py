@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from kvkeep.ipc.vllm import places
+from kvkeep.ipc.vllm.cuda.memory import CudaMemory
 from kvkeep.ipc.vllm.groups import ABSENT
 from kvkeep.ipc.vllm.pages import Pages, Plane, UnknownLayout, from_vllm, runs
+from tests.ipc.fake_cuda import FakeDriver
 
 LAYERS, BLOCKS, HEADS, SLOTS, CONTENT = 3, 20, 2, 4, 8
 PAGE = HEADS * SLOTS * CONTENT * 4
@@ -89,6 +92,26 @@ def test_several_planes_follow_each_other_in_the_extent() -> None:
 
 def test_consecutive_blocks_are_one_copy() -> None:
     assert list(runs([3, 4, 5, 9, 8, 7, 8])) == [(0, 3, 3), (3, 9, 1), (4, 8, 1), (5, 7, 2)]
+
+
+def test_on_a_gpu_the_identity_tells_how_kernels_see_a_page() -> None:
+    """Whether as one block or as several smaller ones, the bytes of a page are ordered otherwise.  On a CPU the
+    backend's name and the instruction set say as much, and the identity stays what it was."""
+    views, config = engine_memory("LB")
+    split = {name: view.reshape(2 * BLOCKS, HEADS, SLOTS // 2, CONTENT) for name, view in views.items()}
+    turned = {name: view.reshape(BLOCKS, SLOTS, HEADS, CONTENT) for name, view in views.items()}
+    mixed = split | {"layer.1": views["layer.1"]}
+    found = []
+    for registered in (views, split, turned, mixed):
+        memory = CudaMemory(places.from_vllm(registered, config), FakeDriver(), print)
+        found.append(memory.describe())
+        memory.close()
+        assert from_vllm(registered, config).describe() == [
+            {"block_size": SLOTS, "planes": [{"layers": LAYERS, "page_bytes": PAGE}]}
+        ]
+    kernels = [groups[0]["kernels"] for groups in found]
+    one, two, other = [1, HEADS, SLOTS, CONTENT], [2, HEADS, SLOTS // 2, CONTENT], [1, SLOTS, HEADS, CONTENT]
+    assert kernels == [[[one]], [[two]], [[other]], [[two, one, two]]]
 
 
 def test_an_extent_of_another_size_is_refused() -> None:

@@ -14,8 +14,9 @@ What the rest relies on:
     meanwhile, covers the GPU's copies as it covers the CPU's.
   * An arena is unpinned only when its guard is revoked and idle, and unmapped only after that: a `Registration` holds
     the mapping.
-  * No Python runs on a stream, no GPU memory is allocated, and no wait holds the interpreter.
+  * No Python runs on a stream, we allocate no GPU memory, and no wait holds the interpreter.
   * What CUDA answers with an error ends the job, and the memory for good (`CudaMemory.problem`).
 
-Only `driver.py` knows torch; everything else runs, and is tested, on a driver whose GPU is host memory.
+Only `driver.py` knows torch, and only it and `libcuda.py` CUDA's library; everything else runs, and is tested, on a
+driver whose GPU is host memory.
 """

@@ -2,34 +2,35 @@
 
 Pinning goes through torch.cuda.cudart(): it is the very runtime that the engine uses, so nothing has to be searched for
 and its state is one, and the call gives up the GIL.  Batched copies go through vLLM's own operator; where vLLM is not
-(benchmarks), through the driver's cuMemcpyBatchAsync, which is what the operator calls.
+(benchmarks), through the driver's cuMemcpyBatchAsync, which is what the operator calls.  Without that the operator
+would copy one by one and look at no error, so a driver without it is refused.
 
-Streams come from torch's pool, with the lowest priority, so that the engine's kernels go first.
+Streams are our own (libcuda.py), with the lowest priority, so that the engine's kernels go first.
 """
 
 from __future__ import annotations
 
 import ctypes
 import inspect
+import logging
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvkeep.ipc.vllm.cuda.libcuda import LIBCUDA, Context
+from kvkeep.ipc.vllm.cuda.libcuda import CudaError as CudaError
 from kvkeep.ipc.vllm.memory import Bytes
+
+log = logging.getLogger("vllm.kvkeep")
 
 I64 = NDArray[np.int64]
 BatchedCopy = Callable[[I64, I64, I64, bool, int], None]  # targets, sources, sizes, sources are stable, stream
 
-LIBCUDA = "libcuda.so.1"
 BATCH_SINCE = 12080  # cuMemcpyBatchAsync came with CUDA 12.8; asked for this version, its signature stays the same
-CAPTURE_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 ORDER_STREAM, ORDER_ANY = 1, 3  # CU_MEMCPY_SRC_ACCESS_ORDER_*
-
-
-class CudaError(Exception):
-    """One sentence."""
 
 
 class Event(Protocol):
@@ -81,26 +82,32 @@ class TorchDriver:
         self._cuda: Any = torch.cuda
         self._device = device
         self._cudart: Any = torch.cuda.cudart()
-        self._batched = _vllm_batched_copy() or _driver_batched_copy()
-        if self._batched is None:
-            raise CudaError("neither vLLM's swap_blocks_batch nor the driver's cuMemcpyBatchAsync (CUDA 12.8) is there")
+        of_driver = _driver_batched_copy()
+        if of_driver is None:
+            raise CudaError("the NVIDIA driver has no cuMemcpyBatchAsync: it must be one of CUDA 12.8 or newer")
+        self._batched = _vllm_batched_copy() or of_driver
+        self._context = Context(device.index if device.index is not None else torch.cuda.current_device())
+        self._warned = False
 
     def enter_thread(self) -> None:
-        """Also sees to it that a CUDA graph that the engine captures meanwhile does not forbid us our calls, which
-        would fail, and break the capture."""
         self._cuda.set_device(self._device)
-        mode = ctypes.c_uint(CAPTURE_THREAD_LOCAL)
-        code = ctypes.CDLL(LIBCUDA).cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
-        if code:
-            raise CudaError(f"cuThreadExchangeStreamCaptureMode failed with code {code}")
+        try:
+            self._context.bind()
+            self._context.allow_captures()
+        except CudaError as error:  # captures are at the engine's start, mostly, and our calls later
+            if not self._warned:
+                log.warning("kvkeep: copies and captures of CUDA graphs may disturb each other: %s", error)
+            self._warned = True
 
     def fence(self) -> TorchEvent:
         return TorchEvent(self._cuda, self._cuda.current_stream(self._device))
 
     def stream(self) -> TorchStream:
-        lowest, _ = self._cuda.Stream.priority_range()
-        assert self._batched is not None
-        return TorchStream(self._cuda, self._cuda.Stream(self._device, priority=lowest), self._batched)
+        handle = self._context.create_stream()
+        stream = TorchStream(self._cuda, self._cuda.ExternalStream(handle, self._device), self._batched)
+        last = weakref.finalize(stream, self._context.destroy_stream, handle)
+        last.atexit = False  # a thread may still be in a copy then
+        return stream
 
     def pinned_memory(self, size: int) -> Bytes:
         import torch
@@ -129,6 +136,8 @@ class TorchEvent:
 
 
 class TorchStream:
+    """Whoever drops it has drained it."""
+
     def __init__(self, cuda: Any, stream: Any, batched: BatchedCopy) -> None:
         self._cuda, self._stream, self._batched = cuda, stream, batched
 
@@ -157,7 +166,7 @@ def _vllm_batched_copy() -> BatchedCopy | None:
         import torch
         from vllm import _custom_ops as ops
 
-        if not hasattr(torch.ops._C_cache_ops, "swap_blocks_batch"):
+        if not hasattr(torch.ops._C_cache_ops, "swap_blocks_batch") or not _built_for_batches(torch.version.cuda):
             return None
     except Exception:  # not installed, or built for other libraries
         return None
@@ -169,6 +178,13 @@ def _vllm_batched_copy() -> BatchedCopy | None:
         ops.swap_blocks_batch(*arrays, **({"is_src_access_order_any": stable} if named else {}))
 
     return copy
+
+
+def _built_for_batches(cuda: str | None) -> bool:
+    """Of the CUDA that torch and vLLM are built for, e.g. "12.8": an operator built for an older one copies one by
+    one."""
+    major, minor = (cuda or "0.0").split(".")[:2]
+    return (int(major), int(minor)) >= (BATCH_SINCE // 1000, BATCH_SINCE % 1000 // 10)
 
 
 class _Location(ctypes.Structure):

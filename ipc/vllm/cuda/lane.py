@@ -14,16 +14,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvkeep.ipc.vllm.cuda import pins
 from kvkeep.ipc.vllm.cuda.descriptors import Copies, cut, joined
 from kvkeep.ipc.vllm.cuda.driver import Driver, Event
+from kvkeep.ipc.vllm.cuda.pins import PinnedRun
 from kvkeep.ipc.vllm.memory import Bytes
 
 HALF_BYTES = 8 << 20
 STAGING_BYTES = 2 * HALF_BYTES  # pinned host memory per copy thread, from its first unpinned extent on
 
 Work = Sequence[tuple[Bytes, Copies]]  # extents, and copies by offset in it
-PinnedAt = Callable[[int, int], "int | None"]  # address, size -> the address of the pinned memory that it is in
+PinnedAt = Callable[[int, int], PinnedRun | None]  # address, size -> the pinned memory that it is in
 
 
 class _Piece(NamedTuple):
@@ -74,11 +74,11 @@ class Lane:
         rest: list[tuple[Bytes, Copies]] = []
         for extent, copies in work:
             address = int(extent.ctypes.data)
-            origin = self._pinned_at(address, extent.nbytes)
-            if origin is None:
+            pinned = self._pinned_at(address, extent.nbytes)
+            if pinned is None:
                 rest.append((extent, copies))
             else:  # the driver takes no copy that crosses from one registration to the next
-                parts.append(cut(copies.moved(address), origin, pins.PIECE_BYTES))
+                parts.append(cut(copies.moved(address), *pinned))
         if parts:
             self._copy(joined(parts), to_device=to_device)
         return rest

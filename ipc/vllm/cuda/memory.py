@@ -28,6 +28,13 @@ class CudaMemory(KVMemory):
         self._lanes = threading.local()
         self._problem = ""
 
+    def describe(self) -> list[dict[str, object]]:
+        """Also how the kernels see a page: a backend may split blocks, and order what is in them, as the GPU likes."""
+        groups = super().describe()
+        for group, places in zip(groups, self._places, strict=True):
+            group["kernels"] = [[list(seen) for seen in place.seen_as] for place in places]
+        return groups
+
     def gather_all(self, extents: Sequence[Bytes], tables: Sequence[BlockTable], after: Event) -> None:
         self._run(Lane.store, self._work(extents, tables), after)
         for extent, blocks in zip(extents, tables, strict=True):

@@ -3,8 +3,9 @@
     attached ──▶ pin piece by piece, as the daemon reserves the memory ──▶ rest
                     └───────── detached, replaced, or closed ────────────────┴─▶ wait for the copies ─▶ unpin ─▶ forget
 
-Pinning is slow (GBs per second), and the driver may hold up other calls for as long as one takes.  So it is done in
-pieces; extents that are not in pinned pieces yet are copied through staging memory.  If a piece cannot be pinned, the
+Pinning is slow (GBs per second), and the driver may hold up other calls, those of other processes too, for as long as
+one takes.  So it is done in pieces, each followed by a pause as long as it took: no more than half of the time goes to
+it.  Extents that are not in pinned pieces yet are copied through staging memory.  If a piece cannot be pinned, the
 rest stays unpinned until the next attachment, with one log line.
 
 A piece is unpinned when the arena's guard is revoked and no copy runs: the copy threads hold the guard around each copy
@@ -17,7 +18,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvkeep.ipc.vllm.cuda.driver import Driver
 from kvkeep.ipc.vllm.memory import Bytes, Levels
@@ -25,10 +26,17 @@ from kvkeep.ipc.vllm.memory import Bytes, Levels
 PIECE_BYTES = 256 << 20
 RESERVE_POLL_S = 0.2  # while the daemon has not reserved the next piece
 IDLE_POLL_S = 0.02
-CLOSE_S = 1.0
+CLOSE_S = 0.2  # how long close() waits; unpinning a large arena goes on after it
 GIB = 1 << 30
 
 _stuck: list[Registration] = []  # what could not be unpinned is never unmapped
+
+
+class PinnedRun(NamedTuple):
+    """A run of memory of which every piece is a registration of its own."""
+
+    address: int
+    piece_bytes: int
 
 
 class Registration:
@@ -41,6 +49,7 @@ class Registration:
         self._guard, self._reserved = arena.guard, arena.reserved
         self._driver, self._warn = driver, warn
         self.address = int(self.data.ctypes.data)
+        self.pinned_run = PinnedRun(self.address, PIECE_BYTES)
         self._pinned = bytearray(-(-self.data.nbytes // PIECE_BYTES))  # a flag per piece
         self.pinned_bytes = 0
         self._over = threading.Event()
@@ -50,7 +59,8 @@ class Registration:
         first = address - self.address
         if first < 0 or first + size > self.data.nbytes:
             return False
-        return 0 not in self._pinned[first // PIECE_BYTES : (first + size - 1) // PIECE_BYTES + 1]
+        step = self.pinned_run.piece_bytes
+        return 0 not in self._pinned[first // step : (first + size - 1) // step + 1]
 
     def end(self) -> None:
         self._over.set()
@@ -76,9 +86,12 @@ class Registration:
                     return
             if self._over.is_set():
                 return
+            began = time.monotonic()
             self._driver.register(self.address + start, size)
+            took = time.monotonic() - began
             self.pinned_bytes += size
             self._pinned[piece] = 1
+            self._over.wait(took)
 
     def _unpin(self) -> None:
         if not self.pinned_bytes:
@@ -97,8 +110,8 @@ class Registration:
                     self._warn(f"a part of the arena stays pinned and mapped: {error}")
 
     def _extent(self, piece: int) -> tuple[int, int]:
-        start = piece * PIECE_BYTES
-        return start, min(PIECE_BYTES, self.data.nbytes - start)
+        start = piece * self.pinned_run.piece_bytes
+        return start, min(self.pinned_run.piece_bytes, self.data.nbytes - start)
 
 
 class Pinner:
@@ -114,7 +127,10 @@ class Pinner:
         self._thread.start()
 
     def watch(self, arena: Any) -> None:
-        """The arena of the attachment that has begun, or None: it is over.  Any thread; the same one twice is once."""
+        """The arena of the attachment that has begun, or None: it is over.  Any thread; the same one twice is once, and
+        one that is told of after its end changes nothing: another may have begun."""
+        if arena is not None and arena.guard.revoked:
+            return
         with self._lock:
             if self._wanted is not None and arena is not None and self._wanted.data is arena.data:
                 return
@@ -126,18 +142,18 @@ class Pinner:
                 self._wanted = Registration(self._driver, arena, self._warn)
                 self._queue.put(self._wanted)
 
-    def pinned_at(self, address: int, size: int) -> int | None:
-        """Where the arena begins that these bytes are in, if the GPU may copy to and from them for as long as the
+    def pinned_at(self, address: int, size: int) -> PinnedRun | None:
+        """The arena that these bytes are in, if the GPU may copy to and from them for as long as the
         caller holds the arena's guard; else None."""
         current = self._current
-        return current.address if current is not None and current.covers(address, size) else None
+        return current.pinned_run if current is not None and current.covers(address, size) else None
 
     def levels(self) -> Levels:
         current = self._current
         return Levels(current.pinned_bytes if current is not None else 0, self._arena_bytes)
 
     def close(self) -> None:
-        """Everything is unpinned when this returns, unless a copy runs still; then as soon as it has ended."""
+        """Begin to unpin everything, after the last copy, and wait a moment for it."""
         self._end()
         self._queue.put(None)
         self._thread.join(CLOSE_S)
