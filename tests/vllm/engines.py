@@ -41,8 +41,8 @@ class Engine:
         self._answers = os.fdopen(ours, "rb", buffering=0)
         self._rest = b""
 
-    def ready(self) -> Engine:
-        self._answer(START_S)
+    def ready(self, wait_s: float = START_S) -> Engine:
+        self._answer(wait_s)
         return self
 
     def ask(self, do: str, *, wait_s: float = ANSWER_S, **arguments: Any) -> Any:
