@@ -91,6 +91,7 @@ class CopyThreads:
         self._lock = threading.Lock()
         self._something_ended = threading.Event()
         self._loads: dict[str, LoadTask] = {}  # by request id, until reported
+        self._queued = 0  # of them
         self._ended_loads: list[LoadEnd] = []
         self._ended_stores: list[StoreReport] = []
         self._load_queue: queue.SimpleQueue[LoadTask | LoadCopy | None] = queue.SimpleQueue()
@@ -113,6 +114,7 @@ class CopyThreads:
         task = LoadTask(job, time.monotonic() + self._deadline_s, after)
         with self._lock:
             self._loads[job.request_id] = task
+            self._queued += 1
         if job.handle == 0:
             self._end_if_queued(task, LoadFailure.ERROR)
         else:
@@ -168,6 +170,7 @@ class CopyThreads:
             if task.state is not LoadState.QUEUED:
                 return False
             task.state = LoadState.ENDED
+            self._queued -= 1
             self._ended_loads.append(replace(LoadEnd.failed(task.job, why), seconds=self._seconds(task)))
             self.counters["loads_not_started"] += 1
             return True
@@ -184,12 +187,13 @@ class CopyThreads:
     def _load_loop(self) -> None:
         while (task := self._load_queue.get()) is not None:
             if isinstance(task, LoadCopy):
-                task.run()
+                task.run(lambda: self._queued == 0)  # the owner goes on alone
                 continue
             with self._lock:
                 if task.state is not LoadState.QUEUED:
                     continue
                 task.state = LoadState.RUNNING
+                self._queued -= 1
             end = LoadEnd.failed(task.job, LoadFailure.ERROR)
             try:
                 end = self._load(task)

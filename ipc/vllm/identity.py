@@ -195,7 +195,7 @@ def _draft(config: VllmConfig) -> dict[str, object]:
     if speculation is None or speculation.method not in SPECULATION_WITH_KV:
         return {}
     draft = speculation.draft_model_config
-    load_format = str(config.load_config.load_format)
+    load_format = str((speculation.draft_load_config or config.load_config).load_format)
     return {
         "draft": {
             "method": str(speculation.method),

@@ -42,9 +42,10 @@ class LoadCopy:
         """Pieces that nobody has begun."""
         return len(self._pieces)
 
-    def run(self) -> None:
-        """Copy pieces until none is left or something stops it.  Raises nothing; `end` does."""
-        while (piece := self._take()) is not None:
+    def run(self, goes_on: Callable[[], bool] = lambda: True) -> None:
+        """Copy pieces until none is left, something stops it, or ``goes_on()`` is no more true.  Raises nothing; `end`
+        does."""
+        while goes_on() and (piece := self._take()) is not None:
             done = False
             try:
                 with self._reading.copying() as allowed:  # not when the daemon is gone: extents may be given away
@@ -69,8 +70,11 @@ class LoadCopy:
         with self._changed:
             if not self._pieces:
                 return None
-            self.stopped = self._stops(sum(self.copied))
-            if self.stopped is not None:
+            try:
+                self.stopped = self._stops(sum(self.copied))
+            except Exception as error:
+                self._error = error
+            if self.stopped is not None or self._error is not None:
                 self._pieces.clear()
                 return None
             self._under_way += 1

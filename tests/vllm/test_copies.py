@@ -260,6 +260,63 @@ def test_what_fails_in_the_helping_thread_fails_the_load(rig: Rig, monkeypatch: 
     assert rig.daemon.references() == 0
 
 
+def test_who_helps_leaves_for_a_load_that_comes(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short load does not wait for all of a long one."""
+    rig.store(1, 4, first_block=0)
+    both, names, go = threading.Barrier(3), set(), threading.Event()
+    scatter = Pages.scatter
+
+    def slow(self: Pages, *args: Any, **kwargs: Any) -> None:
+        name = threading.current_thread().name
+        first = name not in names
+        if first:
+            names.add(name)
+            both.wait(10)
+        if args[1][0][0] < 24 and not (first and name != owner):  # of the long one all but the helper's first piece
+            assert go.wait(10)
+        scatter(self, *args, **kwargs)
+
+    owner = ""
+    open_read = FakeClient.open_read
+
+    def opens(self: FakeClient, *args: Any, **kwargs: Any) -> Any:
+        nonlocal owner
+        owner = owner or threading.current_thread().name
+        return open_read(self, *args, **kwargs)
+
+    monkeypatch.setattr(FakeClient, "open_read", opens)
+    monkeypatch.setattr(Pages, "scatter", slow)
+    rig.copies.submit_load(load(rig, 4, [*range(8, 24)], request_id="long"))
+    until = time.monotonic() + 10
+    while len(names) < 2 and time.monotonic() < until:  # both are in their first piece of it
+        time.sleep(0.001)
+    rig.copies.submit_load(load(rig, 1, [*range(24, 28)], request_id="short"))
+    both.wait(10)
+    ended: list[LoadEnd] = []
+    while not ended and time.monotonic() < until:
+        ended, _ = rig.copies.take_ended()
+    assert [end.job.request_id for end in ended] == ["short"]
+    go.set()
+    ended, _ = rig.collect(loads=1)
+    assert (ended[0].job.request_id, ended[0].failure) == ("long", None)
+
+
+def test_an_error_between_pieces_fails_the_load_and_no_thread_is_lost(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.store(1, 4, first_block=0)
+    monkeypatch.setattr(rig.copies, "_stops", lambda *_: 1 / 0)
+    rig.copies.submit_load(load(rig, 4, [*range(16, 32)]))
+    ((end,), _) = rig.collect(loads=1)
+    assert end.failure is LoadFailure.ERROR
+    monkeypatch.undo()
+    assert all(thread.is_alive() for thread in rig.copies._threads)
+    for n in range(2):
+        rig.copies.submit_load(load(rig, 4, [*range(16, 32)], request_id=f"r{n}"))
+    ended, _ = rig.collect(loads=2)
+    assert {end.failure for end in ended} == {None}
+
+
 def test_loads_that_wait_go_before_helping(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """With as many loads as threads each has its own; nobody is kept waiting by another's pieces."""
     rig.store(1, 2, first_block=0)
