@@ -243,6 +243,11 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self.scheduler is not None and self.scheduler.has_pending_stores()
 
     @guarded(lambda: False)
+    def has_pending_block_frees(self) -> bool:
+        """Asked when a running request gets no block: it waits a step, and nobody is preempted."""
+        return self.scheduler is not None and self.scheduler.has_pending_block_frees()
+
+    @guarded(lambda: False)
     def reset_cache(self) -> bool | None:
         return self.scheduler.reset() if self.scheduler is not None else True
 

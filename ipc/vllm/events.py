@@ -15,9 +15,11 @@ not when it goes.  What another engine stored is announced by that engine.  Only
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1.core.kv_cache_utils import (
     generate_block_hash_extra_keys,
@@ -66,6 +68,16 @@ class Events:
         """A job that stores chunks ``start`` … of the chain ``hashes`` was made."""
         end = len(hashes) // HASH_BYTES
         events = tuple(self._stored(request, group, start * chunk_tokens, end * chunk_tokens) for group in self._groups)
+        self._plans[job_id] = _Plan(events, tuple(_chunks(hashes, start)))
+
+    def of_chunk(self, request: Request, position: int, chunk_tokens: int) -> tuple[BlockStored, ...]:
+        """What to publish of one chunk that is stored when its request may have ended."""
+        begin, end = position * chunk_tokens, (position + 1) * chunk_tokens
+        return tuple(self._stored(request, group, begin, end) for group in self._groups)
+
+    def planned_late(self, job_id: int, hashes: bytes, start: int, parts: Sequence[tuple[BlockStored, ...]]) -> None:
+        """A job that stores chunks ``start`` … of the chain ``hashes`` was made; ``parts``: of each, `of_chunk`."""
+        events = tuple(_joined(of_group) for of_group in zip(*parts, strict=True))
         self._plans[job_id] = _Plan(events, tuple(_chunks(hashes, start)))
 
     def settled(self, job_id: int, *, stored: bool) -> None:
@@ -145,6 +157,16 @@ def _groups(config: KVCacheConfig) -> list[_Group]:
 
 def _chunks(hashes: bytes, start: int) -> list[bytes]:
     return [hashes[at : at + HASH_BYTES] for at in range(start * HASH_BYTES, len(hashes), HASH_BYTES)]
+
+
+def _joined(parts: Sequence[BlockStored]) -> BlockStored:
+    """One event of consecutive chunks of a group."""
+    return msgspec.structs.replace(
+        parts[0],
+        block_hashes=[value for part in parts for value in part.block_hashes],
+        token_ids=[token for part in parts for token in part.token_ids],
+        extra_keys=[keys for part in parts for keys in part.extra_keys or ()],
+    )
 
 
 def _share(blocks: list[Any], position: int, of: int) -> list[Any]:

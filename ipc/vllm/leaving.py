@@ -9,8 +9,9 @@ group only that one is watched.  vLLM frees the tail of a prompt first, and a ch
 before it: when a tail is about to leave, all before it that the daemon does not have is stored with it.
 
 A record belongs to its block: it goes when another chunk ends in that block, so there are never more than blocks.  The
-block's hash tells whether the chunk is still in it.  Cost: one look at the head of the queue in each step; when it has
-moved, a walk over as many blocks as a few steps may take.  One thread, the engine's.
+block's hash tells whether the chunk is still in it; most blocks behind a window have none, so all groups must see all
+tokens, and a chunk of blocks without hashes has no record.  Cost: one look at the head of the queue in each step; when
+it has moved, and stores have room, a walk over as many blocks as a few steps may take.  One thread, the engine's.
 """
 
 from __future__ import annotations
@@ -20,18 +21,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvkeep.ipc.vllm.groups import ABSENT, BlockTable
+from kvkeep.ipc.vllm.groups import BlockTable
 from kvkeep.ipc.vllm.metadata import StoreEnd, StoreReport
 
 if TYPE_CHECKING:
-    from vllm.v1.request import Request
+    from vllm.distributed.kv_events import BlockStored
 
     from kvkeep.ipc.vllm.adapters import Files
-    from kvkeep.ipc.vllm.lookups import Active
 
 MAX_REWINDS = 3  # times a chunk is stored again because one before it had gone
 
-Held = tuple[tuple[Any, ...], ...]  # vLLM's blocks of one chunk, per group; its null block where there is none
+Held = tuple[tuple[Any, ...], ...]  # vLLM's blocks of one chunk, per group
 
 
 class Stage(enum.Enum):
@@ -53,25 +53,26 @@ class Kept:
     generation: int
     low: bool = False  # priority of the request that completed it
     files: Files | None = None  # of its adapter
-    request: Request | None = None  # for the event
+    events: tuple[BlockStored, ...] = ()  # to publish when it is stored
     stage: Stage = Stage.WAITS
     rewinds: int = 0
 
     def here(self) -> bool:
         """Its blocks still hold it."""
         blocks = (block for group in self.held for block in group)
-        return all(block.block_hash == value for block, value in zip(blocks, self.hashes, strict=True))
+        pairs = zip(blocks, self.hashes, strict=True)
+        return all(value is not None and block.block_hash == value for block, value in pairs)
 
-    def storable(self, active: Active) -> bool:
-        """It has all blocks that a hit that ends with it needs."""
-        if self.stage is Stage.LOST or not self.here():
-            return False
-        tokens = (self.position + 1) * active.chunk_tokens
-        return not any(
-            block.is_null and group.needs(self.position * len(blocks) + n, tokens)
-            for group, blocks in zip(active.groups, self.held, strict=True)
-            for n, block in enumerate(blocks)
-        )
+    def again(self) -> None:
+        """The daemon does not have it: what is known of storing it is void."""
+        if self.stage in (Stage.STORED, Stage.LOST):
+            self.stage, self.rewinds = Stage.WAITS, 0
+
+
+def recordable(held: Held) -> bool:
+    """Whether it can be told later that the blocks still hold what they hold now.  The null block has no hash, nor has
+    a block that vLLM does not cache yet."""
+    return all(block.block_hash is not None for group in held for block in group)
 
 
 class Batch(NamedTuple):
@@ -81,13 +82,17 @@ class Batch(NamedTuple):
     start: int
     chunks: tuple[Kept, ...]
     place: Any  # the block that follows theirs in the queue
+    epoch: int  # of the daemon
 
     @property
     def table(self) -> BlockTable:
         groups = zip(*(kept.held for kept in self.chunks), strict=True)
-        return tuple(
-            tuple(ABSENT if block.is_null else block.block_id for part in group for block in part) for group in groups
-        )
+        return tuple(tuple(block.block_id for part in group for block in part) for group in groups)
+
+    def begin(self) -> None:
+        """Its chunks are under way from here on."""
+        for kept in self.chunks:
+            kept.stage = Stage.STORING
 
     def blocks(self) -> list[Any]:
         return [block for kept in self.chunks for group in kept.held for block in group]
@@ -97,7 +102,8 @@ class Leaving:
     def __init__(self, pool: Any, near: int, step: int) -> None:
         """``near``: that many blocks at the head of the free queue are about to leave.  ``step``: one step may take so
         many of them; what is being stored should be back in its place before the others are used up."""
-        self._pool, self._near, self._step = pool, near, step
+        self._pool, self._near, self.step = pool, near, step
+        self._epoch = 0
         self._by_chunk: dict[bytes, Kept] = {}
         self._by_block: dict[int, Kept] = {}
         self._head: tuple[int, int] | None = None
@@ -109,16 +115,18 @@ class Leaving:
     def find(self, chunk: bytes) -> Kept | None:
         return self._by_chunk.get(chunk)
 
-    def keep(self, kept: Kept) -> Kept:
-        """Remember a chunk; the record that stands for it from now on."""
+    def keep(self, kept: Kept, *, missing: bool = False) -> Kept:
+        """Remember a chunk; the record that stands for it from now on.  ``missing``: the daemon said it has it not."""
         other = self._by_chunk.get(kept.chunk)
         if other is not None and other.generation == kept.generation and other.here():
-            if kept.stage is Stage.STORED and other.stage is Stage.WAITS:
+            if kept.stage is Stage.STORED and other.stage in (Stage.WAITS, Stage.LOST):
                 other.stage = Stage.STORED
+            elif missing:
+                other.again()
             return other
         self._by_chunk[kept.chunk] = kept
         for group in kept.held:
-            if group and not group[-1].is_null:
+            if group:
                 evicted = self._by_block.get(group[-1].block_id)
                 self._by_block[group[-1].block_id] = kept
                 if evicted is not None and evicted is not kept and self._by_chunk.get(evicted.chunk) is evicted:
@@ -136,7 +144,7 @@ class Leaving:
             return []
         self._head = head
         found: dict[bytes, Kept] = {}
-        for one in self._queued(block, self._step if next_step else self._near):
+        for one in self._queued(block, self.step if next_step else self._near):
             kept = self._by_block.get(one.block_id)
             if kept is not None and kept.stage is Stage.WAITS and kept.chunk not in found:
                 found[kept.chunk] = kept
@@ -156,24 +164,37 @@ class Leaving:
         self._by_block.clear()
         self._head = None
 
-    def batch(self, tail: Kept, active: Active, room: int) -> Batch | None:
+    def daemon_changed(self) -> None:
+        """What another daemon had, or would not take, this one may lack and take."""
+        self._epoch += 1
+        for kept in self._by_chunk.values():
+            if kept.here():
+                kept.again()
+        self.look_again()
+
+    def batch(self, tail: Kept, room: int) -> Batch | None:
         """What to store now, so that this chunk is there: all that is missing up to it, from the first on, but not more
-        than ``room`` chunks.  Its chunks are under way from here on."""
-        whole = self._chain(tail)
-        start = 1 + max((n for n, kept in enumerate(whole) if kept.stage in (Stage.STORED, Stage.STORING)), default=-1)
-        lost = next((n for n in range(start, len(whole)) if not whole[n].storable(active)), len(whole))
-        for kept in whole[lost:]:
-            self._lost += kept.stage is Stage.WAITS
+        than ``room`` chunks, of which there is one at least.  Looks at no more of them than that."""
+        missing, head = self._missing(tail)
+        first = missing[:room]
+        lost = next((n for n, kept in enumerate(first) if not kept.here()), len(missing))
+        if head is not None and head.stage is Stage.LOST:
+            lost = 0
+        for kept in missing[lost:]:
             kept.stage = Stage.LOST
-        end = min(lost, start + room)
-        if end < lost:
-            self.look_again()
-        if end <= start:
+        self._lost += len(missing[lost:])
+        chosen = tuple(first[:lost])
+        if not chosen:
             return None
-        chosen = tuple(whole[start:end])
-        for kept in chosen:
-            kept.stage = Stage.STORING
-        return Batch(b"".join(kept.chunk for kept in whole[:end]), start, chosen, self._place(chosen))
+        if len(chosen) < min(lost, len(missing)):
+            self.look_again()
+        chain = b"".join(kept.chunk for kept in self._chain(chosen[-1]))
+        return Batch(chain, chosen[0].position, chosen, self._place(chosen), self._epoch)
+
+    def failed(self, kept: Kept) -> None:
+        """No job could be made for it."""
+        self._lost += kept.stage is Stage.WAITS
+        kept.stage = Stage.LOST
 
     def ended(self, batch: Batch, report: StoreReport) -> None:
         again: list[Kept] = []
@@ -183,6 +204,8 @@ class Leaving:
         for kept in batch.chunks:
             done = report.end is StoreEnd.DONE or kept.position < report.missing
             kept.stage = Stage.STORED if done else Stage.LOST
+            if batch.epoch != self._epoch:
+                kept.again()
         for kept in again:
             kept.rewinds += 1
             kept.stage = Stage.WAITS if kept.rewinds <= MAX_REWINDS else Stage.LOST
@@ -217,10 +240,22 @@ class Leaving:
             at = at.before
         return found[::-1]
 
+    def _missing(self, tail: Kept) -> tuple[list[Kept], Kept | None]:
+        """The chunks up to this one that wait, back to the nearest that does not; and that one, if there is one."""
+        found: list[Kept] = []
+        at: Kept | None = tail
+        while at is not None:
+            at = self._by_chunk.get(at.chunk, at)
+            if at.stage is not Stage.WAITS:
+                break
+            found.append(at)
+            at = at.before
+        return found[::-1], at
+
     def _place(self, chosen: Sequence[Kept]) -> Any:
         """Where the blocks of these chunks are in the queue: the block that follows them, or None."""
         own = {id(block) for kept in chosen for group in kept.held for block in group}
-        block = next(block for group in chosen[0].held for block in group if not block.is_null)
+        block = next(block for group in chosen[0].held for block in group)
         if block.ref_cnt:
             return None
         while id(block) in own:

@@ -101,6 +101,7 @@ class _State:
     verdict: tuple[int, bool] = (-1, False)  # of how many tokens: worth it?
     failed: bool = False  # a load failed: no hit for this request ever again
     known: int = 0  # chunks that were there
+    answered: int = -1  # the same, of this attempt; -1: the daemon has not said
     usable: int = 0  # of them, for this request
     local_tokens: int = 0  # that the engine had itself when it was offered the hit
 
@@ -193,6 +194,13 @@ class Lookups:
         state = self._states.get(request_id)
         return state.known if state is not None else 0
 
+    def missing_chunks(self, request_id: str) -> range:
+        """Positions of the request's chunks that the daemon said it lacks; empty if it was not asked, or is silent."""
+        state = self._states.get(request_id)
+        if state is None or state.answered < 0:
+            return range(0)
+        return range(min(state.known, state.answered), len(state.hashes) // HASH_BYTES)
+
     def after_alloc(self, request: Request, blocks: KVCacheBlocks, tokens: int, generation: int) -> None:
         state = self._states.setdefault(request.request_id, _State())
         if tokens == 0:
@@ -268,6 +276,7 @@ class Lookups:
     def _ask(self, request: Request, state: _State, active: Active | None) -> None:
         self._drop(state)
         state.attempt, state.active, state.deadline = request.num_preemptions, active, 0.0
+        state.answered = -1
         if active is None:
             return
         hashes = self._keys.chain(request, active, request.num_tokens // active.chunk_tokens)
@@ -347,8 +356,10 @@ class Lookups:
         if lookup.ready > 0:
             state.lookup, state.phase, state.known = lookup, Phase.READY, lookup.ready
         self._tally.add("lookups_hit" if lookup.ready > 0 else "lookups_miss")
-        if self._events is not None and self._client.attached and not self._client.hung:
-            self._events.missing(state.hashes, lookup.ready)
+        if self._client.attached and not self._client.hung:
+            state.answered = lookup.ready
+            if self._events is not None:
+                self._events.missing(state.hashes, lookup.ready)
         return True
 
     def _count_load(self, loading: _Loading) -> None:

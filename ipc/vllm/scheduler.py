@@ -139,6 +139,12 @@ class SchedulerHalf:
         if not self._vllm_config.cache_config.enable_prefix_caching:
             self._log("kvkeep: without prefix caching nothing stays in the engine: chunks are stored when complete")
             return None
+        if not all(group.sees_all for group in self._groups):
+            self._log(
+                "kvkeep: kvkeep.store_when is 'leaving', but this model has a sliding window or chunked local "
+                "attention, where the engine keeps most blocks without a hash: chunks are stored when complete"
+            )
+            return None
         step_tokens = self._vllm_config.scheduler_config.max_num_batched_tokens
         step = sum(-(-step_tokens // group.block_size) for group in self._groups)
         most = int(self._pool.num_gpu_blocks * self._options.pinned_fraction)
@@ -186,6 +192,8 @@ class SchedulerHalf:
         if self._client.epoch != self._epoch_of_daemon:  # another daemon, or one that was restarted
             self._epoch_of_daemon = self._client.epoch
             self._pace.forget_loads()
+            if self.stores is not None:
+                self.stores.on_other_daemon()
         if registered is not self._registered:
             spec = registered.spec
             self._registered = registered
@@ -330,6 +338,9 @@ class SchedulerHalf:
 
     def has_pending_stores(self) -> bool:
         return self.stores is not None and self.stores.pending()
+
+    def has_pending_block_frees(self) -> bool:
+        return self.stores is not None and self.stores.frees_soon()
 
     def reset(self) -> bool:
         """Nothing stored so far is seen again: a new, unique epoch goes into the identity.  O(1)."""

@@ -28,7 +28,7 @@ from kvkeep.ipc.vllm.adapters import Keys
 from kvkeep.ipc.vllm.controls import Scope
 from kvkeep.ipc.vllm.groups import ABSENT, BlockTable, chunks, cut
 from kvkeep.ipc.vllm.guard import Guard
-from kvkeep.ipc.vllm.leaving import Batch, Kept, Leaving, Stage
+from kvkeep.ipc.vllm.leaving import Batch, Kept, Leaving, Stage, recordable
 from kvkeep.ipc.vllm.lookups import Active, Lookups
 from kvkeep.ipc.vllm.metadata import StoreEnd, StoreJob, StoreReport
 from kvkeep.ipc.vllm.options import Options
@@ -96,7 +96,8 @@ class Stores:
         self._progress: dict[str, _Progress] = {}
         self._pins: dict[int, _Pin] = {}
         self._next_job = 1
-        self.pinned_blocks = 0
+        self.pinned_blocks = self._late_blocks = 0  # of all jobs, of those that store what leaves
+        self._starved = False  # a request of this step got no block
         self.blocked = False  # after a cache reset that left old KV in the engine
 
     def on_new_request(
@@ -113,7 +114,13 @@ class Stores:
             self._progress[request.request_id] = _Progress(request, generation, scope, low, at_once)
 
     def on_finished(self, request_id: str) -> None:
-        self._progress.pop(request_id, None)
+        progress = self._progress.pop(request_id, None)
+        if progress is not None and self._leaving is not None and progress.enabled and not progress.at_once:
+            self._tally.add("chunks_skipped_window", max(0, progress.considered - progress.stored))
+
+    def on_other_daemon(self) -> None:
+        if self._leaving is not None:
+            self._leaving.daemon_changed()
 
     def on_reset(self) -> None:
         """KV computed before the reset must not get into the namespace after it."""
@@ -127,6 +134,15 @@ class Stores:
 
     def pending(self) -> bool:
         return bool(self._pins)
+
+    def frees_soon(self) -> bool:
+        """Asked when a running request gets no block: whether blocks come back that only stores of what leaves hold.  A
+        store that is past its deadline is not waited for.  Then this step takes no others."""
+        oldest = time.monotonic() - self._options.transfer_deadline_s
+        late = [pin for pin in self._pins.values() if pin.batch is not None and pin.began > oldest]
+        found = any(block.ref_cnt == 1 for pin in late for block in pin.blocks)
+        self._starved |= found
+        return found
 
     def new_jobs(self, output: SchedulerOutput, active: Active) -> list[StoreJob]:
         jobs: list[StoreJob] = []
@@ -169,6 +185,7 @@ class Stores:
         del self._pins[report.job_id]
         self.pinned_blocks -= len(pin.blocks)
         if pin.batch is not None and self._leaving is not None:
+            self._late_blocks -= len(pin.blocks)
             self._leaving.give_back(pin.blocks, pin.batch.place)
             self._leaving.ended(pin.batch, report)
         else:
@@ -189,61 +206,113 @@ class Stores:
     # ---- what leaves -------------------------------------------------------------------------------------------------
 
     def _remember(self, progress: _Progress, chain: bytes, output: SchedulerOutput, active: Active) -> None:
-        """Keep a record of each complete chunk of the request that has none yet."""
+        """Keep a record of each complete chunk of the request that has none yet, up to the first whose blocks vLLM does
+        not cache yet.  (Multi-module MTP computes the last tokens of a prompt once more.)"""
         assert self._leaving is not None
         count, at = len(chain) // HASH_BYTES, progress.stored * HASH_BYTES
         before = None
         if at <= len(chain) and chain[max(0, at - HASH_BYTES) : at] == progress.last_hash:
             before = self._leaving.find(progress.last_hash)
-        first = progress.stored if before is not None else 0  # or a preemption, or a session that took tokens back
-        tokens = active.chunk_tokens
-        held = cut(self._held(progress.request.request_id, output), active.groups, first * tokens, count * tokens)
-        known = self._lookups.known_chunks(progress.request.request_id)
-        for position, part in enumerate(chunks(held, count - first), first):
-            before = self._leaving.keep(
-                Kept(
-                    chunk=chain[position * HASH_BYTES : (position + 1) * HASH_BYTES],
-                    before=before,
-                    position=position,
-                    held=part,
-                    hashes=tuple(block.block_hash for group in part for block in group),
-                    generation=active.generation,
-                    low=progress.low,
-                    files=self._keys.files(progress.request),
-                    request=progress.request if self._events is not None else None,
-                    stage=Stage.STORED if position < known else Stage.WAITS,
-                )
+        first = progress.stored  # or else a preemption, or a session that took tokens back
+        if before is None or not before.here():
+            first, before = 0, None
+        if first >= count:
+            return
+        tokens, request = active.chunk_tokens, progress.request
+        held = cut(self._held(request.request_id, output), active.groups, first * tokens, count * tokens)
+        if sum(map(len, held)) != (count - first) * _per_chunk(active):
+            raise RuntimeError(
+                f"request {request.request_id} has {sum(map(len, held))} blocks for chunks {first} to {count}"
             )
-        progress.stored, progress.last_hash = count, chain[(count - 1) * HASH_BYTES : count * HASH_BYTES]
+        known = self._lookups.known_chunks(request.request_id)
+        missing = self._lookups.missing_chunks(request.request_id)
+        end = first
+        for position, part in enumerate(chunks(held, count - first), first):
+            if not recordable(part):
+                break
+            new = Kept(
+                chunk=chain[position * HASH_BYTES : (position + 1) * HASH_BYTES],
+                before=before,
+                position=position,
+                held=part,
+                hashes=tuple(block.block_hash for group in part for block in group),
+                generation=active.generation,
+                low=progress.low,
+                files=self._keys.files(request),
+                stage=Stage.STORED if position < known else Stage.WAITS,
+            )
+            before, end = self._leaving.keep(new, missing=position in missing), position + 1
+            if before is new:
+                new.events = self._events_of(request, position, active)
+        progress.stored, progress.last_hash = end, chain[max(0, end - 1) * HASH_BYTES : end * HASH_BYTES]
+
+    def _events_of(self, request: Request, position: int, active: Active) -> tuple[Any, ...]:
+        """Now: a record outlives its request, and must not keep it."""
+        if self._events is None:
+            return ()
+        try:
+            return self._events.of_chunk(request, position, active.chunk_tokens)
+        except Exception as error:  # stored all the same
+            self._guard.note("event", error)
+            return ()
 
     def _late_jobs(self, active: Active) -> list[StoreJob]:
         assert self._leaving is not None
         jobs: list[StoreJob] = []
-        made = [self._late_job(kept, active) for kept in self._leaving.about_to_leave()]
-        while any(job is not None for job in made):  # they are not in the queue any more: others leave in their place
-            jobs += [job for job in made if job is not None]
-            made = [self._late_job(kept, active) for kept in self._leaving.about_to_leave(next_step=True)]
+        starved, self._starved, more = self._starved, False, True
+        try:
+            while more and not starved and self._late_room() >= _per_chunk(active):
+                made = len(jobs)  # they are not in the queue any more: others leave in their place
+                self._add_late_jobs(jobs, self._leaving.about_to_leave(next_step=made > 0), active)
+                more = len(jobs) > made
+            if more:  # no room; nothing was looked at for want of it
+                self._leaving.look_again()
+        except Exception as error:  # what is in `jobs` holds pins: it must go out
+            self._guard.note("store_job", error)
         self._tally.add("chunks_skipped_window", self._leaving.take_lost())
         return jobs
 
-    def _late_job(self, kept: Kept, active: Active) -> StoreJob | None:
+    def _add_late_jobs(self, jobs: list[StoreJob], leave: Sequence[Kept], active: Active) -> None:
         assert self._leaving is not None
-        if kept.stage is not Stage.WAITS or kept.generation != active.generation:
-            return None  # a job of this step has it, or it is of before a reset
-        room = self._room(low=kept.low) // sum(active.chunk_tokens // group.block_size for group in active.groups)
-        try:
-            batch = self._leaving.batch(kept, active, room)
-        except Exception as error:
-            self._guard.note("store_job", error)
-            kept.stage = Stage.LOST
-            return None
+        for kept in leave:
+            if kept.stage is not Stage.WAITS or kept.generation != active.generation:
+                continue  # a job of this step has it, or it is of before a reset
+            room = self._late_room(low=kept.low) // _per_chunk(active)
+            if room <= 0:
+                self._leaving.look_again()
+                if kept.low:  # others may have more
+                    continue
+                return
+            try:
+                job = self._late_job(kept, room, active)
+            except Exception as error:  # jobs of other chunks hold pins already
+                self._guard.note("store_job", error)
+                self._leaving.failed(kept)
+            else:
+                jobs += [job] if job is not None else []
+
+    def _late_job(self, kept: Kept, room: int, active: Active) -> StoreJob | None:
+        """Nothing is pinned and nothing is under way unless it returns a job."""
+        assert self._leaving is not None
+        batch = self._leaving.batch(kept, room)
         if batch is None:
             return None
         job = StoreJob(self._next_job, batch.chain, batch.start, batch.table, active.generation, kept.files)
         self._pin(job, batch.blocks(), "", active, batch)
-        if kept.request is not None:
-            self._plan_event(job, kept.request, active)
+        batch.begin()
+        if self._events is not None and all(chunk.events for chunk in batch.chunks):
+            try:
+                self._events.planned_late(job.job_id, job.hashes, job.start, [chunk.events for chunk in batch.chunks])
+            except Exception as error:  # stored all the same
+                self._guard.note("event", error)
         return job
+
+    def _late_room(self, *, low: bool = False) -> int:
+        """Blocks that may be pinned for what leaves.  They are taken out of vLLM's free ones, and running requests must
+        not be preempted for it: as many stay free as a step may take, or half of them."""
+        assert self._leaving is not None
+        free: int = self._pool.get_num_free_blocks()
+        return min(self._room(low=low), free - min(self._leaving.step, (free + self._late_blocks) // 2))
 
     # ---- inside ------------------------------------------------------------------------------------------------------
 
@@ -266,7 +335,7 @@ class Stores:
         """A prompt that is being computed keeps its blocks, so one job can store what several steps complete; the
         engine's thread pays for each job.  Not so where a window passes some of them."""
         request = progress.request
-        per_chunk = sum(active.chunk_tokens // group.block_size for group in active.groups)
+        per_chunk = _per_chunk(active)
         return (
             request.num_computed_tokens + scheduled < request.num_prompt_tokens
             and fresh * active.chunk_tokens < JOB_TOKENS
@@ -293,7 +362,7 @@ class Stores:
         if progress.last_hash and chain[at - HASH_BYTES : at] != progress.last_hash:
             progress.stored = 0
         start = max(progress.stored, min(self._lookups.known_chunks(request_id), complete))
-        per_chunk = sum(active.chunk_tokens // group.block_size for group in active.groups)
+        per_chunk = _per_chunk(active)
         end = min(complete, start + self._room(low=progress.low) // per_chunk)
         self._tally.add("chunks_skipped_pins", min(fresh, complete - max(start, end)))
         if end <= start:
@@ -330,6 +399,7 @@ class Stores:
         self._pool.touch(blocks)
         self._pins[job.job_id] = _Pin(request_id, blocks, self._ranks, active, time.monotonic(), batch)
         self.pinned_blocks += len(blocks)
+        self._late_blocks += len(blocks) if batch is not None else 0
         self._next_job += 1
 
     def _held(self, request_id: str, output: SchedulerOutput) -> tuple[Sequence[Any], ...]:
@@ -349,6 +419,11 @@ class Stores:
                 if any(block == ABSENT and group.needs(first + n, tokens) for n, block in enumerate(ids)):
                     return chunk
         return end
+
+
+def _per_chunk(active: Active) -> int:
+    """Blocks."""
+    return sum(active.chunk_tokens // group.block_size for group in active.groups)
 
 
 def _worse(one: StoreReport | None, other: StoreReport) -> StoreReport:

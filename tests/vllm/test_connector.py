@@ -53,6 +53,7 @@ ENTRY_POINTS: dict[str, tuple[tuple[Any, ...], Any]] = {
     "get_kv_connector_stats": ((), None),
     "take_events": ((), ()),
     "has_pending_push_work": ((), False),
+    "has_pending_block_frees": ((), False),
     "shutdown": ((), None),
 }
 
