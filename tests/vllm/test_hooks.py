@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from blake3 import blake3
 
+from kvkeep.ipc.vllm import stores
 from kvkeep.ipc.vllm.adapters import Adapters, Files, Keys, salted_chain
 from kvkeep.ipc.vllm.metadata import LoadFailure, LoadReport, StoreEnd, StoreJob
 from kvkeep.ipc.vllm.pace import Pace
@@ -133,7 +134,8 @@ def test_a_request_of_an_unknown_adapter_is_neither_looked_up_nor_stored(bench: 
     assert bench.step(request, 1) == []
 
 
-def test_a_store_job_carries_the_files_of_its_adapter(tmp_path: Path) -> None:
+def test_a_store_job_carries_the_files_of_its_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "JOB_TOKENS", CHUNK)  # a job for each chunk
     folder = write(tmp_path / "a")
     adapters = Adapters(print, started=time.time() + 1e6)
     bench = Bench(keys=Keys(adapters))
