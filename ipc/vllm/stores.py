@@ -156,7 +156,7 @@ class Stores:
             before, progress.considered = progress.considered, complete  # it may shrink: a preemption, or a session
             if complete <= before:
                 continue
-            if self._more_comes(progress, scheduled, complete - before, active):
+            if progress.at_once and self._more_comes(progress, scheduled, complete - before, active):
                 progress.considered = before
                 continue
             try:

@@ -52,13 +52,14 @@ def bench() -> Bench:
     return Bench(blocks=1 + 10 * PER_CHUNK, near=NEAR, pinned_fraction=0.5)
 
 
-def serve(bench: Bench, name: str, chunks: int) -> list[StoreJob]:
-    """A prompt is computed, its blocks are in the engine's prefix cache, and it ends.  The jobs of its step."""
+def serve(bench: Bench, name: str, chunks: int, tokens: int = 0) -> list[StoreJob]:
+    """A prompt is computed (or only so many of its tokens), its blocks are in the engine's prefix cache, and it ends.
+    The jobs of its step."""
     request = bench.add(Request(name, chunks * CHUNK, prompt=name))
     for n, (value, block) in enumerate(zip(request.block_hashes, bench.tables[name], strict=True), 1):
         if bench.pool.get_cached_block(value, [0]) is None:
             bench.pool._insert_block_hash(make_block_hash_with_group_id(value, 0), block, n * BLOCK)
-    jobs = bench.step(request, chunks * CHUNK)
+    jobs = bench.step(request, tokens or chunks * CHUNK)
     bench.finish(request)
     return jobs  # type: ignore[no-any-return]
 
@@ -97,6 +98,15 @@ def test_a_prompt_is_stored_from_its_first_chunk_on_when_its_tail_is_about_to_le
     assert chunks(job) == (0, 4)
     assert bench.stores.pinned_blocks == 4 * PER_CHUNK
     assert idle(bench) == []  # it is on its way
+    report(bench, job)
+    bench.pool.free_blocks(rest)
+
+
+def test_what_a_prompt_had_computed_when_it_was_aborted_is_stored_when_it_leaves(bench: Bench) -> None:
+    serve(bench, "a", 3, tokens=CHUNK)
+    rest = take(bench, 8 * PER_CHUNK)
+    (job,) = idle(bench)
+    assert chunks(job)[0] == 0
     report(bench, job)
     bench.pool.free_blocks(rest)
 
