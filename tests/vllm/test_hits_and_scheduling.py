@@ -207,16 +207,16 @@ def test_answers_hits_and_what_is_held(stand: Stand, cell: Cell, seed: int) -> N
         grown = {name: after[name] - before[name] for name in after}
         preempted = stand.engine.ask("preemptions") - preemptions
         assert (preempted > 0) == (cell.mode == "storm")
-        assert grown["vllm"] <= hits
-        again = attempt > 0
-        if cell.mode == "aborts" or grown["vllm"] == hits:
+        again = attempt > 0  # what was missed has been stored again, with the rest of the prompt
+        assert grown["vllm"] <= hits or again
+        if cell.mode == "aborts" or grown["vllm"] >= hits:
             break
     if cell.mode != "aborts":
-        assert grown["vllm"] == hits
+        assert hits <= grown["vllm"] <= (sum(map(len, asked)) if again else hits)
         assert grown["failed"] == 0
     if cell.mode in ("plain", "pieces"):
-        assert grown["loaded"] == hits
-        assert grown[cell.tier] == hits or again  # what was missed has been stored again
+        assert grown["loaded"] == grown["vllm"]
+        assert grown[cell.tier] == hits or again
 
 
 def abort_steps(source: random.Random) -> list[int | None]:

@@ -198,7 +198,10 @@ def test_a_draft_model_and_its_weights_are_part_of_it(tmp_path: Path) -> None:
     config.speculative_config = SimpleNamespace(method="ngram", draft_model_config=None)
     assert digest(config, kv) in found
     config.speculative_config = SimpleNamespace(
-        method="draft_model", draft_model_config=engine(draft)[0].model_config, use_eagle_block_drop=lambda: False
+        method="draft_model",
+        draft_model_config=engine(draft)[0].model_config,
+        draft_load_config=None,
+        use_eagle_block_drop=lambda: False,
     )
     assert identity.refusal(config, kv) == ""
     found.add(digest(config, kv))

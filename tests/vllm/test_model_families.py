@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import pytest
 
 from kvkeep.ipc.client import Client
@@ -121,9 +122,11 @@ def trio(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def first_in_line(pid: int) -> None:
-    """Ranks spin while they wait for each other: on few cores the daemon might get its turn seconds late, and that is a
-    miss.  Where we may not do this, `Trio.tries` is all there is."""
-    for thread in Path(f"/proc/{pid}/task").iterdir():
+    """Ranks that wait for each other spin with sched_yield(2), and with Linux 6.18 nothing else of their control group
+    runs then, for 20 s and more: neither control nor a mover.  Where we may not do this, the tries are all there is."""
+    daemon = psutil.Process(pid)
+    processes = [daemon, *daemon.children(recursive=True)]  # what they start later inherits it
+    for thread in (thread for one in processes for thread in Path(f"/proc/{one.pid}/task").iterdir()):
         with contextlib.suppress(PermissionError):
             os.sched_setscheduler(int(thread.name), os.SCHED_RR, os.sched_param(1))
 
