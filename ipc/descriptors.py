@@ -10,7 +10,7 @@ import os
 import resource
 
 _FOLDER = "/proc/self/fd"
-_LEFT_MOST = 256  # enough for the RPC socket's backlog, and for what is accepted before the control loop has looked
+_LEFT_MOST = 2048  # for what libzmq accepts before the control loop has looked: on a busy host it may be 0.1 s late
 
 
 def left() -> int:

@@ -482,10 +482,10 @@ def test_rpc_connections_beyond_the_descriptors_do_not_end_the_daemon(daemon: Da
     with well_behaved(daemon):
         time.sleep(0.3)
         _, hard = resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE)
-        resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (1200, hard))
+        resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (3200, hard))
         peers: list[socket.socket] = []
         for _ in range(2):
-            for _ in range(2000):
+            for _ in range(4000):
                 sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
                 sock.settimeout(5)
                 try:
