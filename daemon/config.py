@@ -61,6 +61,8 @@ class Config:
     admin_uids: tuple[int, ...] = ()
     socket_group: str = ""
     socket_mode: int = 0o660
+    host: str = "127.0.0.1"
+    port: int = -1
     http_host: str = "127.0.0.1"
     http_port: int = -1
     log_level: str = "info"
@@ -198,6 +200,8 @@ def _check_together(config: Config) -> None:
             f"--tenant-quotas needs --eviction-policy IsolatedLRU, which is {config.eviction_policy}: set it, or leave "
             "out the quotas"
         )
+    if not config.host:
+        raise ConfigError("--host is empty: give an address such as 127.0.0.1")
     if not config.http_host:
         raise ConfigError("--http-host is empty: give an address such as 127.0.0.1")
 

@@ -16,6 +16,7 @@ import os
 import secrets
 import select
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -34,7 +35,7 @@ from kvkeep.ipc.messages import Hello, Refused, Welcome
 from kvkeep.ipc.server import RpcServer
 from kvkeep.shm.arena import Arena
 from kvkeep.shm.layout import ABI_VERSION, PAGE
-from kvkeep.shm.leases import LeaseTable
+from kvkeep.shm.leases import EXTERNAL_NAME, EXTERNAL_S, LeaseTable
 from kvkeep.shm.namespaces import NamespaceTable
 from kvkeep.shm.recovery import adopt
 from kvkeep.shm.segments import Geometry, Reserver, Segments, boot_id
@@ -121,6 +122,8 @@ class Control:
         self._next_ghosts = 0.0
         self._next_damage = 0.0
         self._next_refusal_log = 0.0
+        self.gateway_pid: Callable[[], int] = lambda: 0  # of the child that serves LMCache
+        self._external_ends: deque[tuple[float, int]] = deque()  # leases of such children that are gone
         self.timers: list[Callable[[float], float | None]] = []  # called each round; return the next deadline
         # called at the end of each round; True = there is more to do
         self.steps: list[Callable[[float], bool]] = [lambda now: self.engine.step()]
@@ -177,6 +180,7 @@ class Control:
             self.arena.resting.next_end(),
             self.arena.incomplete.next_end(),
             self._next_ghosts if self.leases.ghosts else None,
+            self._external_ends[0][0] if self._external_ends else None,
             self._next_damage,
         ]
         candidates += [timer(now) for timer in self.timers]
@@ -191,6 +195,8 @@ class Control:
         self.arena.resting.end_quarantine(self.arena.now)
         self.arena.incomplete.end(self.arena.now)
         self.engine.waiting.wake()
+        while self._external_ends and self._external_ends[0][0] <= now:
+            self._closed(self._external_ends.popleft()[1])
         if self.leases.ghosts and now >= self._next_ghosts:
             self._next_ghosts = now + GHOST_POLL_S
             if not self.leases.bury_dead_ghosts():
@@ -233,10 +239,12 @@ class Control:
         if descriptors.scarce_for_attach():
             return self._refused("limit", f"{descriptors.left()} descriptors are left; raise LimitNOFILE")
         fds: tuple[int, ...] = ()
+        name = hello.name[:40]
+        external = name == EXTERNAL_NAME and credentials.pid == self.gateway_pid() > 0
+        if name == EXTERNAL_NAME and not external:
+            name += "?"
         try:
-            lease_id, meta_fd = self.leases.add(
-                epoch=self.epoch, pid=credentials.pid, uid=credentials.uid, name=hello.name[:40]
-            )
+            lease_id, meta_fd = self.leases.add(epoch=self.epoch, pid=credentials.pid, uid=credentials.uid, name=name)
         except (OSError, IndexError) as e:
             return self._refused("limit", f"no lease for another client ({e}); raise LimitNOFILE or --max-clients")
         if hello.want_arena:
@@ -258,7 +266,7 @@ class Control:
             self.leases.settle(hello.previous_lease)
             if not self.leases.ghosts:
                 self._no_more_ghosts()
-        session = Session(lease_id, secrets.token_bytes(16), credentials, hello.name[:40], hello.want_arena)
+        session = Session(lease_id, secrets.token_bytes(16), credentials, name, hello.want_arena, external)
         self._by_lease[lease_id] = session
         self.engine.open_session(session)
         self.engine.counters["attaches"] += 1
@@ -286,6 +294,11 @@ class Control:
         return Refused(code, message)
 
     def _closed(self, lease_id: int) -> None:
+        session = self._by_lease.get(lease_id)
+        if session is not None and session.external and not self.stopping:
+            session.external = False
+            self._external_ends.append((time.monotonic() + EXTERNAL_S, lease_id))
+            return
         session = self._by_lease.pop(lease_id, None)
         if session is None:
             return

@@ -20,8 +20,6 @@ _LOCAL = "leave it out: one daemon serves one node, and opens no connection to o
 _NO_SCRIPTS = "leave it out: kvkeep never runs code that a peer or a file sent"
 
 _EXACT = {
-    "host": _SOCKETS,
-    "port": _SOCKETS,
     "transport": _SOCKETS,
     "grpc-server-workers": _SOCKETS,
     "instance-id": "use --name",

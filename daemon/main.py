@@ -97,6 +97,12 @@ def _announce(config: Config) -> None:
         config.entries,
         config.run_dir,
     )
+    if config.port >= 0 and not is_loopback(config.host):
+        log.warning(
+            "--host %s can be reached from outside this host, and connectors of LMCache are not asked who they are: "
+            "use 127.0.0.1 unless a firewall stands before it",
+            config.host,
+        )
     if config.http_port >= 0 and not is_loopback(config.http_host):
         log.warning(
             "--http-host %s can be reached from outside this host, and the web process asks nobody for a password: "

@@ -330,6 +330,8 @@ OPTIONS: tuple[Option, ...] = (
     Option("admin-uids", "users", (), "users that may clear, delete and pin, besides root and the daemon's own"),
     Option("socket-group", "text", "", "group that owns the sockets; empty = the daemon's own"),
     Option("socket-mode", "mode", 0o660, "access mode of the sockets, octal"),
+    Option("host", "text", "127.0.0.1", "address that connectors of LMCache attach to; a loopback one unless you ask"),
+    Option("port", "int", -1, "port for connectors of LMCache (5555 is theirs); -1 = off, 0 = any free", -1, 65535),
     Option("http-host", "text", "127.0.0.1", "address that the web process listens on; a loopback one unless you ask"),
     Option("http-port", "int", -1, "port of the web process (metrics, page); -1 = off, 0 = any free", -1, 65535),
     Option("log-level", "choice", "info", "debug, info, warning, error", choices=("debug", "info", "warning", "error")),

@@ -28,6 +28,7 @@ EXIT_HOST = 3  # as in main
 EXIT_TAKEN = 4
 CHILD_STOP_S = 2.0
 WEB_HEARTBEAT_S = 20.0
+GATEWAY_HEARTBEAT_S = 20.0
 
 
 def run(config: Config) -> int:
@@ -72,6 +73,8 @@ def run(config: Config) -> int:
             control.reserve_first()
             control.reserver.start()
         children = [_start_web(control)] if config.http_port >= 0 else []
+        if config.port >= 0:
+            children.append(_start_gateway(control))
         for child in children:
             supervise(control, child)
         if control.l2 is not None:
@@ -162,6 +165,23 @@ def _start_web(control: Control) -> Child:
     }
     argv = ["kvkeep.daemon.web", *(str(word) for option in options.items() for word in option)]
     return Child("web", argv, pass_fds=(meta_fd,), heartbeat_s=WEB_HEARTBEAT_S)
+
+
+def _start_gateway(control: Control) -> Child:
+    config = control.config
+    options = {
+        "--run-dir": config.run_dir,
+        "--segment": f"/dev/shm/kvkeep-{config.name}-data",
+        "--host": config.host,
+        "--port": config.port,
+        "--chunk-size": config.chunk_size,
+        "--log-level": config.log_level,
+        "--log-format": config.log_format,
+    }
+    argv = ["kvkeep.daemon.lmcache_gateway", *(str(word) for option in options.items() for word in option)]
+    child = Child("lmcache", argv, heartbeat_s=GATEWAY_HEARTBEAT_S)
+    control.gateway_pid = lambda: child.pid
+    return child
 
 
 def supervise(control: Control, child: Child) -> None:

@@ -99,6 +99,7 @@ class Session:
     credentials: Credentials
     name: str
     mapped: bool
+    external: bool = False  # it stands for processes that map the arena by themselves; see shm/leases.py
     lookups: dict[int, LookupHandle] = field(default_factory=dict)
     stores: dict[int, StoreHandle] = field(default_factory=dict)
     reading: Counter[tuple[int, int]] = field(default_factory=Counter)  # (lookup handle, shard)

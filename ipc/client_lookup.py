@@ -283,6 +283,11 @@ class Reading:
         return self._arena.guard.revoked
 
     @property
+    def offsets(self) -> list[int]:
+        """In the data segment, one per chunk: for a process that maps it by itself, under the same rules."""
+        return list(self._offsets)
+
+    @property
     def views(self) -> list[Bytes]:
         """Read-only, one per chunk.  See the module's docstring for the two rules."""
         if self._views is None:

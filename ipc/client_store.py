@@ -124,6 +124,11 @@ class Reservation:
         return self._arena is None or self._arena.guard.revoked
 
     @property
+    def offsets(self) -> list[int]:
+        """In the data segment, one per granted chunk: for a process that maps it by itself, under the same rules."""
+        return list(self._offsets)
+
+    @property
     def views(self) -> list[Bytes]:
         """Writable, one per granted chunk.  Use only inside `copying`."""
         if self._views is None:

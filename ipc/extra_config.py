@@ -17,29 +17,34 @@ class OptionError(ValueError):
 
 
 def parse(
-    known: Mapping[str, object], ranges: Mapping[str, tuple[float, float]], extra: Mapping[Any, object], where: str
+    known: Mapping[str, object],
+    ranges: Mapping[str, tuple[float, float]],
+    extra: Mapping[Any, object],
+    where: str,
+    *,
+    prefix: str = PREFIX,
 ) -> dict[str, Any]:
-    """The options among ``extra``, by name.  ``known``: their defaults, which also say their types.  Raises
-    OptionError."""
+    """The options among ``extra``, by name.  ``known``: their defaults, which also say their types.  ``prefix``: of the
+    keys that are ours.  Raises OptionError."""
     values: dict[str, Any] = {}
     for key, value in extra.items():
-        if not isinstance(key, str) or not key.startswith(PREFIX):
+        if not isinstance(key, str) or not key.startswith(prefix):
             continue
-        name = key[len(PREFIX) :]
+        name = key[len(prefix) :]
         if name not in known:
-            names = ", ".join(PREFIX + one for one in known)
+            names = ", ".join(prefix + one for one in known)
             raise OptionError(f"unknown option {key!r} in {where}: the options are {names}")
-        values[name] = _checked(name, value, type(known[name]), ranges)
+        values[name] = _checked(prefix + name, value, type(known[name]), ranges.get(name))
     return values
 
 
-def _checked(name: str, value: object, wanted: type, ranges: Mapping[str, tuple[float, float]]) -> object:
+def _checked(key: str, value: object, wanted: type, between: tuple[float, float] | None) -> object:
     if wanted is float and type(value) is int:
         value = float(value)
     if type(value) is not wanted:
-        raise OptionError(f"{PREFIX}{name} is {value!r}: it must be of type {wanted.__name__}")
-    if name in ranges:
-        low, high = ranges[name]
+        raise OptionError(f"{key} is {value!r}: it must be of type {wanted.__name__}")
+    if between is not None:
+        low, high = between
         if not low <= value <= high:  # type: ignore[operator]
-            raise OptionError(f"{PREFIX}{name} is {value!r}: it must be between {low} and {high}")
+            raise OptionError(f"{key} is {value!r}: it must be between {low} and {high}")
     return value

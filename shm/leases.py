@@ -5,6 +5,9 @@ daemon opened for this client and passed to it carries an OFD read lock on the s
 open file description, so it lives exactly as long as the client (or a child that inherited it) keeps it open, works
 across pid namespaces, and a kill releases it.  A new daemon therefore sees which clients of the old one are still
 alive, and waits with everything they may still be reading or writing (*ghosts*) until they attached again or are gone.
+
+The lease of the gateway for LMCache stands for workers that map the data segment by themselves and hold no lock.  They
+copy for a moment after it has ended; so it counts as alive for `EXTERNAL_S` more.
 """
 
 from __future__ import annotations
@@ -12,11 +15,15 @@ from __future__ import annotations
 import fcntl
 import os
 import struct
+import time
 
 import numpy as np
 import numpy.typing as npt
 
 from kvkeep.shm.layout import LEASE, LEASE_OFFSET, MAX_LEASES
+
+EXTERNAL_NAME = "lmcache-workers"
+EXTERNAL_S = 10.0  # a worker's copy of a step takes milliseconds
 
 _SETLK = getattr(fcntl, "F_OFD_SETLK", 37)
 _GETLK = getattr(fcntl, "F_OFD_GETLK", 36)
@@ -34,15 +41,17 @@ class LeaseTable:
         self._free = list(range(MAX_LEASES - 1, -1, -1))
         self._slot: dict[int, int] = {}
         self.ghosts: dict[int, int] = {}  # lease id of an earlier epoch -> slot, still alive as far as we know
+        self._external_until = 0.0
         self._next_id = 1
 
     def adopt(self) -> None:
         """Sort the slots of an earlier daemon into ghosts and free ones."""
         self._free = []
+        self._external_until = time.monotonic() + EXTERNAL_S
         for slot in range(MAX_LEASES - 1, -1, -1):
             lease_id = int(self._rows[slot]["lease_id"])
             self._next_id = max(self._next_id, lease_id + 1)
-            if lease_id and self._locked(slot):
+            if lease_id and (self._locked(slot) or self._external(slot)):
                 self.ghosts[lease_id] = slot
             else:
                 self._rows[slot]["lease_id"] = 0
@@ -91,9 +100,12 @@ class LeaseTable:
     def bury_dead_ghosts(self) -> int:
         """Forget ghosts that died.  Returns how many are still alive."""
         for lease_id, slot in list(self.ghosts.items()):
-            if not self._locked(slot):
+            if not self._locked(slot) and not (self._external(slot) and time.monotonic() < self._external_until):
                 self.settle(lease_id)
         return len(self.ghosts)
+
+    def _external(self, slot: int) -> bool:
+        return bool(self._rows[slot]["name"] == EXTERNAL_NAME.encode())
 
     def _locked(self, slot: int) -> bool:
         answer = fcntl.fcntl(self._meta_fd, _GETLK, _range(fcntl.F_WRLCK, slot))

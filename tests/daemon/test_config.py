@@ -136,7 +136,6 @@ def test_dashes_work_in_the_file(tmp_path):
 @pytest.mark.parametrize(
     ("flag", "says"),
     [
-        ("--port", "--run-dir"),
         ("--l1-manager", "--l1-size-gb"),
         ("--shm-name", "--name"),
         ("--prometheus-port", "--http-port"),
