@@ -46,7 +46,9 @@ def main(argv: Sequence[str], beat: Callable[[], None]) -> int:
     except zmq.ZMQError as error:
         log.error("LMCache's port %s:%d cannot be bound (%s); choose another --port", host, options.port, error)
         return 1
-    (options.run_dir / "lmcache.url").write_text(router.address + "\n")
+    fresh = options.run_dir / "lmcache.url.new"
+    fresh.write_text(router.address + "\n")
+    fresh.rename(options.run_dir / "lmcache.url")
     log.info("connectors of LMCache attach at %s", router.address)
     poller = zmq.Poller()
     for one in (router.socket, router.monitor, client.eventfd):

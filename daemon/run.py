@@ -60,8 +60,9 @@ def run(config: Config) -> int:
         return EXIT_HOST
     if segments.why:
         log.warning("the arena of an earlier start was dropped: %s", segments.why)
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(os.path.join(config.run_dir, "http.url"))  # of an earlier run
+    for name in ("http.url", "lmcache.url"):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(config.run_dir, name))  # of an earlier run
     ask_for_short_slices()
     control = Control(config, segments, _version())
     if segments.fully_reserved and not (config.l1_mlock or config.l1_use_hugepages):

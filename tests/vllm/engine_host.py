@@ -71,6 +71,10 @@ class Host:
             clients.attach = self.faults.attach
             if "skew" in settings:
                 self.speak(**settings["skew"])
+        if settings.get("connector_class", {}).get("kv_connector", "").startswith("LMCache"):
+            from kvkeep.bench.engine_host import guard_kernel_scan
+
+            guard_kernel_scan()
         from vllm import LLM
 
         self.ranks = settings.get("engine", {}).get("tensor_parallel_size", 1)
