@@ -245,6 +245,10 @@ class LMCacheServer:
             time.sleep(0.1)
         raise BenchError(f"lmcache server did not start: {self._log.read_bytes()[-2000:].decode(errors='replace')}")
 
+    def must_run(self) -> None:
+        if self._process.poll() is not None:
+            raise BenchError(f"lmcache server ended: {self._log.read_bytes()[-2000:].decode(errors='replace')}")
+
     def clear(self) -> None:
         request = urllib.request.Request(f"{self._url}/cache/clear", method="POST")
         try:
