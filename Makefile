@@ -1,5 +1,5 @@
 # make run     install, start a small daemon in the foreground, and say how to attach
-# make test    everything: the daemon's tests, then the vLLM connector's in an environment of its own
+# make test    everything: the daemon's tests, then the vLLM connector's and LMCache's, each in its own environment
 # make lint    ruff, and mypy --strict on the package as installed
 # make soak    the long tests      make bench   the benchmarks      make clean   forget all of it
 # make gpu     tests and benchmark of the GPU path, on a machine with an NVIDIA GPU: docs/vllm.md says what it needs
@@ -9,6 +9,7 @@
 PYTHON    ?= python3
 VENV      ?= .venv
 VLLM_VENV ?= .venv-vllm
+LMCACHE_VENV ?= .venv-lmcache
 GPU_VENV  ?= .venv-gpu
 PIP_ARGS  ?=
 JOBS      ?= auto
@@ -23,7 +24,7 @@ TYPED   := -p kvkeep.shm -p kvkeep.l2 -p kvkeep.ipc -p kvkeep.daemon -p kvkeep.b
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: run test test-main test-vllm soak lint bench gpu clean matrix
+.PHONY: run test test-main test-vllm test-lmcache soak lint bench gpu clean matrix
 
 run: $(VENV)/.installed
 	@echo "Attach plain Python (another terminal, same user):"
@@ -36,13 +37,17 @@ run: $(VENV)/.installed
 	@echo "Ctrl-C stops it; what is cached stays in memory for the next start (--forget drops it)."
 	@exec $(VENV)/bin/kvkeepd --name $(NAME) --l1-size-gb $(L1_SIZE_GB) --http-port 0
 
-test: test-main test-vllm
+test: test-main test-vllm test-lmcache
 
 test-main: $(VENV)/.dev
 	$(VENV)/bin/python $(PYTEST) -n $(JOBS) --ignore=tests/vllm $(ARGS)
 
 test-vllm: $(VLLM_VENV)/.installed
 	$(VLLM_VENV)/bin/python $(PYTEST) tests/vllm tests/ipc/test_client.py tests/ipc/test_kvstore.py -k "vllm or torch" $(ARGS)
+
+# The gateway's own tests need no LMCache: they are in test-main.
+test-lmcache: $(LMCACHE_VENV)/.installed
+	$(LMCACHE_VENV)/bin/python $(PYTEST) tests/lmcache --ignore=tests/lmcache/test_gateway.py $(ARGS)
 
 soak: $(VENV)/.dev $(VLLM_VENV)/.installed
 	$(VENV)/bin/python -m pytest -m soak --ignore=tests/vllm $(ARGS)
@@ -66,7 +71,7 @@ gpu: $(GPU_VENV)/.installed
 	$(GPU_VENV)/bin/kvkeep bench gpu --json
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(GPU_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(LMCACHE_VENV) $(GPU_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # ---- environments ----------------------------------------------------------------------------------------------------
@@ -103,6 +108,19 @@ $(VLLM_VENV)/.vllm: constraints-vllm.txt tests/vllm_requirements.py
 $(VLLM_VENV)/.installed: $(VLLM_VENV)/.vllm $(SOURCES)
 	rm -rf build
 	$(VLLM_VENV)/bin/python $(PIP) -c constraints-vllm.txt pytest pytest-timeout pytest-xdist zstandard $(BUILD)
+	rm -rf build
+	touch $@
+
+# LMCache beside vLLM: no set of versions pleases both, so exactly those that work, and nothing is resolved.
+$(LMCACHE_VENV)/.vllm: constraints-lmcache.txt
+	test -x $(LMCACHE_VENV)/bin/python || $(PYTHON) -m venv $(LMCACHE_VENV)
+	$(LMCACHE_VENV)/bin/python $(PIP) --upgrade -c constraints-lmcache.txt pip setuptools wheel
+	$(LMCACHE_VENV)/bin/python $(PIP) --no-deps -r constraints-lmcache.txt
+	touch $@
+
+$(LMCACHE_VENV)/.installed: $(LMCACHE_VENV)/.vllm $(SOURCES)
+	rm -rf build
+	$(LMCACHE_VENV)/bin/python $(PIP) -c constraints-lmcache.txt pytest pytest-timeout pytest-xdist zstandard $(BUILD)
 	rm -rf build
 	touch $@
 
