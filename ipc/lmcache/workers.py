@@ -139,7 +139,7 @@ class Workers:
         try:
             return self._namespace(layout, salt)
         except ProtocolError as error:
-            log.warning("no namespace for model %r, salt %r: %s", layout.model_name, salt, error)
+            log.warning("no namespace for model %r: %s", layout.model_name, error)
             return None
 
     def _namespace(self, layout: Layout, salt: str) -> Namespace:
