@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvkeep.daemon import cli_l2
+from kvkeep.daemon import cli_l2, cli_migrate
 from kvkeep.daemon import cli_show as show
 from kvkeep.daemon.config import ConfigError, check_name, check_run_dir, load, version
 from kvkeep.ipc.rundir import find_run_dir, run_dir_of
@@ -86,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     clear.add_argument("--l1-only", action="store_true", help="keep what L2 has")
     clear.add_argument("--yes", action="store_true", help="do not ask")
     cli_l2.add_parser(command("l2", _l2, "look into L2, check it, tidy it"), where)
+    cli_migrate.add_parser(command("migrate", _migrate, "the command line of kvkeepd for one of lmcache server"))
     command("doctor", _doctor, "check the host and the daemon; takes the settings of kvkeepd too (--l1-size-gb ...)")
     command("check", _check, "run the daemon's integrity check (pauses it: about 0.5 s per million chunks)")
     bench = command("bench", _bench, "run a benchmark: kvkeep bench NAME [its arguments]")
@@ -106,6 +107,10 @@ def _status(args: argparse.Namespace) -> int:
     else:
         _print(show.status(document, run_dir, url))
     return 0
+
+
+def _migrate(args: argparse.Namespace) -> int:
+    return cli_migrate.run(args, as_json=_json(args))
 
 
 def _ls(args: argparse.Namespace) -> int:

@@ -228,7 +228,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _from_flags(argv: Sequence[str], prog: str) -> dict[str, Any]:
-    known, unknown = _parser(prog).parse_known_args(list(argv))
+    known, unknown = _parser(prog).parse_known_args(lmcache.without_no_ops(argv)[0])
     if unknown:
         raise ConfigError(_unknown_flag(unknown[0]))
     return dict(vars(known))

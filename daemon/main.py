@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kvkeep.daemon import lmcache
 from kvkeep.daemon.config import GIB, Config, ConfigError, load
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not preflight(config):
         return EXIT_HOST
     _announce(config)
+    for note in lmcache.without_no_ops(sys.argv[1:] if argv is None else argv)[1]:
+        log.info("%s", note)
     try:
         from kvkeep.daemon import run
 

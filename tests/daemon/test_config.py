@@ -137,10 +137,9 @@ def test_dashes_work_in_the_file(tmp_path):
     ("flag", "says"),
     [
         ("--l1-manager", "--l1-size-gb"),
-        ("--shm-name", "--name"),
         ("--prometheus-port", "--http-port"),
         ("--worker-reap-timeout-seconds", "never reaped"),
-        ("--no-l1-use-lazy", "background"),
+        ("--supported-transfer-mode=lmcache_driven", "engine_driven"),
         ("--run-script-api-enabled", "never runs code"),
     ],
 )
@@ -148,6 +147,14 @@ def test_a_flag_of_lmcache_server_that_is_not_ours_says_what_to_use_instead(flag
     message = refused([flag, "1"])
     assert "lmcache server" in message
     assert says in message
+
+
+def test_flags_of_lmcache_server_that_change_nothing_are_taken():
+    line = "--l1-size-gb 1 --shm-name pool --no-l1-use-lazy --supported-transfer-mode engine_driven --port=5555"
+    assert load(line.split(), {}).config.port == 5555
+    assert load(["--shm-name=pool", "--supported-transfer-mode=auto", "--l1-use-lazy"], {}).config.port == -1
+    for mistake in (["--shm-name"], ["--supported-transfer-mode"], ["--supported-transfer-mode", "lmcache_driven"]):
+        refused(mistake)
 
 
 def test_switches_can_be_turned_on_and_off_in_every_way():
