@@ -3,6 +3,7 @@
     /          the live page            /status    the statistics document
     /metrics   Prometheus text          /healthz   200 while the control process moves
                                         /readyz    200, or 503 with the reasons
+    /healthcheck  what /healthz says, in the words of `lmcache server`
 
 Bound to loopback it answers only requests that name a loopback host, so that a web site open in a browser on this
 machine cannot read it through a name of its own (DNS rebinding).  At most `MAX_CONNECTIONS` are served at once, each
@@ -170,6 +171,12 @@ def _healthz(server: Server) -> _Answer:
     return 200, "text/plain", "ok\n"
 
 
+def _healthcheck(server: Server) -> _Answer:
+    status, _, body = _healthz(server)
+    said = {"status": "healthy"} if status == 200 else {"status": "unhealthy", "reason": body.strip()}
+    return status, "application/json", json.dumps(said)
+
+
 def _readyz(server: Server) -> _Answer:
     found = problems(server.source.document())
     return (503, "text/plain", "\n".join(found) + "\n") if found else (200, "text/plain", "ok\n")
@@ -181,6 +188,7 @@ _ROUTES: dict[str, Callable[[Server], _Answer]] = {
     "/status": _status,
     "/healthz": _healthz,
     "/readyz": _readyz,
+    "/healthcheck": _healthcheck,
 }
 
 # ---- process -------------------------------------------------------------------------------------------------------

@@ -140,6 +140,7 @@ def test_readiness_follows_health_and_says_why(web):
     web.publish(DOCUMENT)
     assert web.get("/readyz") == (200, "ok\n")
     assert web.get("/healthz") == (200, "ok\n")
+    assert web.get("/healthcheck") == (200, '{"status": "healthy"}')
     web.publish({**DOCUMENT, "health": "degraded", "reasons": ["web: killed by signal 9"]})
     assert web.get("/readyz") == (503, "web: killed by signal 9\n")
     assert web.get("/healthz")[0] == 200
@@ -151,6 +152,7 @@ def test_a_control_process_that_no_longer_writes_is_noticed(web):
     assert status == 503
     assert "60 s" in body
     assert web.get("/healthz")[0] == 503
+    assert '"status": "unhealthy"' in web.get("/healthcheck")[1]
     assert json.loads(web.get("/status")[1])["health"] == "degraded"
 
 
