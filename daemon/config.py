@@ -110,11 +110,13 @@ class Loaded:
     origins: dict[str, str]  # by option key: "flag --x", "environment KVKEEP_X", "file PATH", "default"
     print_config: bool = False
 
-    def as_toml(self) -> str:
-        """Every setting and where it came from; a valid ``--config`` file."""
+    def as_toml(self, *, only_given: bool = False) -> str:
+        """Every setting and where it came from; a valid ``--config`` file.  ``only_given``: without the defaults."""
         settings = [option for option in OPTIONS if not option.flag_only]
+        if only_given:
+            settings = [option for option in settings if self.origins[option.key] != "default"]
         lines = [f"{option.key} = {_toml(option, self.values[option.key])}" for option in settings]
-        width = max(map(len, lines))
+        width = max(map(len, lines), default=0)
         return "".join(
             f"{line:<{width}}  # {self.origins[option.key]}\n" for line, option in zip(lines, settings, strict=True)
         )

@@ -46,8 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not preflight(config):
         return EXIT_HOST
     _announce(config)
-    for note in lmcache.without_no_ops(sys.argv[1:] if argv is None else argv)[1]:
-        log.info("%s", note)
+    _tell_taken(lmcache.without_no_ops(sys.argv[1:] if argv is None else argv)[1], config)
     try:
         from kvkeep.daemon import run
 
@@ -112,6 +111,15 @@ def _announce(config: Config) -> None:
             "use 127.0.0.1 unless a firewall stands before it",
             config.http_host,
         )
+
+
+def _tell_taken(taken: Sequence[lmcache.Taken], config: Config) -> None:
+    """In one line: which flags of `lmcache server` were given and change nothing."""
+    if not taken:
+        return
+    flags = "; ".join(f"{flag}: {why}" for flag, why in taken)
+    port = "; --port is not given and off: LMCache's connectors look for 5555" if config.port < 0 else ""
+    log.info("flags of lmcache server that change nothing here: %s%s", flags, port)
 
 
 def is_loopback(host: str) -> bool:

@@ -137,8 +137,7 @@ def test_dashes_work_in_the_file(tmp_path):
     ("flag", "says"),
     [
         ("--l1-manager", "--l1-size-gb"),
-        ("--prometheus-port", "--http-port"),
-        ("--worker-reap-timeout-seconds", "never reaped"),
+        ("--otlp-endpoint", "--http-port"),
         ("--supported-transfer-mode=lmcache_driven", "engine_driven"),
         ("--run-script-api-enabled", "never runs code"),
     ],
@@ -150,7 +149,10 @@ def test_a_flag_of_lmcache_server_that_is_not_ours_says_what_to_use_instead(flag
 
 
 def test_flags_of_lmcache_server_that_change_nothing_are_taken():
-    line = "--l1-size-gb 1 --shm-name pool --no-l1-use-lazy --supported-transfer-mode engine_driven --port=5555"
+    line = (
+        "--l1-size-gb 1 --shm-name pool --no-l1-use-lazy --supported-transfer-mode engine_driven --max-workers 8 "
+        "--worker-reap-timeout-seconds 30 --prometheus-port 1 --enable --engine-type default --port=5555"
+    )
     assert load(line.split(), {}).config.port == 5555
     assert load(["--shm-name=pool", "--supported-transfer-mode=auto", "--l1-use-lazy"], {}).config.port == -1
     for mistake in (["--shm-name"], ["--supported-transfer-mode"], ["--supported-transfer-mode", "lmcache_driven"]):

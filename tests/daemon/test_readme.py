@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from kvkeep.daemon.lmcache import FLAGS
 from kvkeep.daemon.options import OPTIONS
 from tests.conftest import Daemon
 
@@ -40,11 +41,13 @@ def test_every_flag_and_file_that_the_documents_name_exists():
     }
     foreign = {"--kv-transfer-config", "--shm-size", "--now", "--create", "--no-deps"}
     foreign |= {"--supported-transfer-mode", "--shm-name", "--no-l1-use-lazy"}  # of `lmcache server`
+    migration = {"--toml"} | {f"--{name}" for name in FLAGS}
     for document in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         if document.name in ("vllm.md", "sglang.md"):  # most flags there are the engines'
             continue
         text = document.read_text()
-        assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text)) <= flags | benchmarks | foreign, document
+        known = flags | benchmarks | foreign | (migration if document.name == "migrate-from-lmcache.md" else set())
+        assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text)) <= known, document
         for path in re.findall(r"`((?:docs|tests|systemd|shm|ipc|daemon)/[\w./-]+\.\w+)`", text):
             assert (ROOT / path).exists(), f"{document.name} names {path}"
 
