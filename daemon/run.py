@@ -20,6 +20,7 @@ from kvkeep.daemon.config import Config
 from kvkeep.daemon.control import Control, geometry_of
 from kvkeep.daemon.latency import ask_for_short_slices
 from kvkeep.daemon.supervise import Child
+from kvkeep.daemon.web import QUOTAS_VARIABLE
 from kvkeep.shm.segments import InUse, SegmentError, open_segments
 
 log = logging.getLogger("kvkeep.run")
@@ -161,11 +162,17 @@ def _start_web(control: Control) -> Child:
         "--host": config.http_host,
         "--port": config.http_port,
         "--url-file": os.path.join(config.run_dir, "http.url"),
+        "--run-dir": config.run_dir,
+        "--chunk-size": config.chunk_size,
+        "--eviction-policy": config.eviction_policy,
+        "--l2-prefetch-policy": config.l2_prefetch_policy,
+        "--admin-uids": list(config.admin_uids),
         "--log-level": config.log_level,
         "--log-format": config.log_format,
     }
     argv = ["kvkeep.daemon.web", *(str(word) for option in options.items() for word in option)]
-    return Child("web", argv, pass_fds=(meta_fd,), heartbeat_s=WEB_HEARTBEAT_S)
+    env = {**os.environ, QUOTAS_VARIABLE: config.tenant_quotas}
+    return Child("web", argv, env, pass_fds=(meta_fd,), heartbeat_s=WEB_HEARTBEAT_S)
 
 
 def _start_gateway(control: Control) -> Child:

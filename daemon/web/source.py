@@ -12,16 +12,18 @@ import mmap
 import os
 import threading
 import time
+from collections import Counter
 from typing import Any
 
 import numpy as np
 
 from kvkeep.shm.layout import ENTRY_OFFSET, MAX_NAMESPACES, NAMESPACE, NAMESPACE_BYTES, NAMESPACE_OFFSET
-from kvkeep.shm.namespaces import namespace_digest
+from kvkeep.shm.namespaces import namespace_digest, tenant_of
 from kvkeep.shm.stats import read_stats
 
 CACHE_S = 0.1
 STALE_AFTER_S = 10.0
+_UNKNOWN = ("", "")
 
 
 class StatsSource:
@@ -34,7 +36,7 @@ class StatsSource:
         self._meta = np.frombuffer(self._map, dtype=np.uint8)
         self._lock = threading.Lock()
         self._document: dict[str, Any] = {}
-        self._models: dict[tuple[Any, Any], str] = {}
+        self._about: dict[tuple[Any, Any], tuple[str, str]] = {}  # model and tenant, by id and digest
         self._read_at = -CACHE_S
 
     def document(self) -> dict[str, Any]:
@@ -55,27 +57,38 @@ class StatsSource:
     def _name_models(self, document: dict[str, Any]) -> None:
         """Namespaces get the model's name from their manifest, which is in the same segment."""
         spaces = document.get("namespaces")
-        models = {}
+        about = {}
         for space in spaces if isinstance(spaces, list) else []:
             if isinstance(space, dict):
                 key = (space.get("id"), space.get("digest"))
-                models[key] = self._models.get(key) or self._model(*key)
-                space.setdefault("model", models[key])
-        self._models = models
+                known = self._about.get(key, _UNKNOWN)
+                about[key] = known if known != _UNKNOWN else self._look_up(*key)
+                space.setdefault("model", about[key][0])
+        self._about = about
 
-    def _model(self, number: Any, digest: Any) -> str:
+    def bytes_by_tenant(self) -> dict[str, int]:
+        """Of L1.  Not part of the document: a tenant may be a salt, which is not everybody's to know."""
+        spaces = self.document().get("namespaces")
+        with self._lock:
+            found: Counter[str] = Counter()
+            for space in spaces if isinstance(spaces, list) else []:
+                if isinstance(space, dict) and isinstance(space.get("bytes"), int):
+                    found[self._about.get((space.get("id"), space.get("digest")), _UNKNOWN)[1]] += space["bytes"]
+            return dict(found)
+
+    def _look_up(self, number: Any, digest: Any) -> tuple[str, str]:
         if not isinstance(number, int) or not 0 < number <= MAX_NAMESPACES:
-            return ""
+            return _UNKNOWN
         at = NAMESPACE_OFFSET + (number - 1) * NAMESPACE_BYTES
         slot = self._meta[at : at + NAMESPACE_BYTES].tobytes()  # a copy: control may be writing it
         head = np.frombuffer(slot, dtype=NAMESPACE, count=1)[0]
         manifest = slot[NAMESPACE.itemsize :][: int(head["length"])]
         if namespace_digest(manifest, int(head["shards"]), int(head["shard_bytes"])).hex() != digest:
-            return ""
+            return _UNKNOWN
         try:
-            return str(json.loads(manifest).get("model", ""))
-        except (ValueError, AttributeError):
-            return ""
+            return str(json.loads(manifest).get("model", "")), tenant_of(manifest)
+        except (ValueError, AttributeError, RecursionError):
+            return _UNKNOWN
 
 
 def age_s(document: dict[str, Any]) -> float:

@@ -180,8 +180,13 @@ def test_a_web_site_cannot_read_it_under_a_name_of_its_own(web):
         assert web.get("/status", Host=name)[0] == 200
 
 
-def test_it_only_reads(web):
-    assert web.get("/status", method="POST")[0] == 501
+def test_without_a_daemon_it_only_reads(web):
+    for method in ("POST", "PUT", "DELETE"):
+        assert web.get("/status", method=method)[0] == 405
+    assert web.get("/status", method="PATCH")[0] == 501
+    status, body = web.get("/cache/clear", "POST", **{"Content-Type": "application/json"})
+    assert status == 503
+    assert "without a daemon" in body
     assert web.get("/nowhere")[0] == 404
     assert web.get("/../../etc/passwd")[0] == 404
     assert web.get("/status?x=1")[0] == 503  # nothing written yet, and that is said
