@@ -11,6 +11,9 @@ from pathlib import Path
 
 from kvkeep.daemon.lmcache import FLAGS
 from kvkeep.daemon.options import OPTIONS
+from kvkeep.daemon.web.calls import Settings
+from kvkeep.daemon.web.lmcache import Endpoints
+from kvkeep.daemon.web.metrics import render
 from tests.conftest import Daemon
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +44,7 @@ def test_every_flag_and_file_that_the_documents_name_exists():
     }
     foreign = {"--kv-transfer-config", "--shm-size", "--now", "--create", "--no-deps"}
     foreign |= {"--supported-transfer-mode", "--shm-name", "--no-l1-use-lazy"}  # of `lmcache server`
-    migration = {"--toml"} | {f"--{name}" for name in FLAGS}
+    migration = {"--toml", "--url"} | {f"--{name}" for name in FLAGS}
     for document in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         if document.name in ("vllm.md", "sglang.md"):  # most flags there are the engines'
             continue
@@ -50,6 +53,15 @@ def test_every_flag_and_file_that_the_documents_name_exists():
         assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text)) <= known, document
         for path in re.findall(r"`((?:docs|tests|systemd|shm|ipc|daemon)/[\w./-]+\.\w+)`", text):
             assert (ROOT / path).exists(), f"{document.name} names {path}"
+
+
+def test_the_way_from_lmcache_names_every_flag_path_and_only_metrics_that_there_are():
+    text = (ROOT / "docs" / "migrate-from-lmcache.md").read_text()
+    assert {f"--{name}" for name in FLAGS} <= set(re.findall(r"--[a-z0-9-]+", text))
+    series = {line.split()[2] for line in render({}).splitlines() if line.startswith("# TYPE")}
+    assert set(re.findall(r"kvkeep_[a-z0-9_]+", text)) <= series
+    for _, path in Endpoints(Settings())._handlers:
+        assert path in text
 
 
 def test_the_settings_of_the_makefile_are_settings():
