@@ -16,6 +16,7 @@ from urllib.parse import quote
 import numpy as np
 import pytest
 
+from kvkeep.daemon.web.access import uid_of, why_not_manage
 from kvkeep.daemon.web.lmcache import MAX_DELETED, _hashes
 from kvkeep.ipc.client import Client, Namespace
 from tests.conftest import Daemon
@@ -259,6 +260,21 @@ def test_from_outside_this_host_nothing_is_shown_or_changed(make_daemon: Make, s
         refused(ask(daemon, "POST", "/cache/clear", headers={**JSON, "Host": mine}), 403, "no loopback name")
         assert kv.stats()["l1"]["entries"] == 2
         assert ask(daemon, "POST", "/cache/clear")[1]["dropped"] == 2
+
+
+@pytest.mark.parametrize(("listen", "call"), [("127.0.0.1", "127.0.0.1"), ("::1", "::1"), ("::", "127.0.0.1")])
+def test_whose_a_connection_is_is_told_only_while_it_is_open(listen: str, call: str) -> None:
+    """The kernel shows uid 0 for some that are closed, so a peer that left must not be taken for root."""
+    family = socket.AF_INET6 if ":" in listen else socket.AF_INET
+    with socket.create_server((listen, 0), family=family, dualstack_ipv6=listen == "::") as server:
+        with socket.create_connection((call, server.getsockname()[1])):
+            accepted, peer = server.accept()
+            here = accepted.getsockname()[:2]
+            assert uid_of(peer[:2], here) == os.geteuid()
+            assert why_not_manage(peer[:2], here, "localhost", frozenset()) == ""
+        assert uid_of(peer[:2], here) is None
+        assert "whose connection" in why_not_manage(peer[:2], here, "localhost", frozenset())
+        accepted.close()
 
 
 AS_SOMEBODY = """
